@@ -1,0 +1,98 @@
+"""The command line: each command is a few lines over one function of the package.
+
+Data goes to stdout, words to stderr. Exit 0: fine; 1: failed, or a difference found; 2: wrong usage.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from rabbit_tasks.errors import ConfigurationError, RabbitTasksError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Given:
+    """What stands before the noun: which app, which broker."""
+
+    app: str | None
+    url: str | None
+
+
+cli = typer.Typer(
+    help="Workers for RabbitMQ: retries by the broker, a parking lot, replay.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(version("rabbit-tasks"))
+        raise typer.Exit
+
+
+@cli.callback()
+def options(
+    context: typer.Context,
+    app: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:ATTRIBUTE",
+            help="The app. Else RABBIT_TASKS_APP, else [tool.rabbit_tasks] app in pyproject.toml.",
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="The broker, amqp://user:password@host:port/vhost; several with commas. "
+            "Else RABBIT_TASKS_URL."
+        ),
+    ] = None,
+    _: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="The version.")
+    ] = False,
+) -> None:
+    context.obj = Given(app, url)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a command's coroutine."""
+    return asyncio.run(work)
+
+
+def tell(text: str) -> None:
+    """Words for a person, on stderr."""
+    typer.echo(text, err=True)
+
+
+def main() -> None:
+    """The `rabbit-tasks` command."""
+    # Each module registers its commands; here, because they need what stands above.
+    from rabbit_tasks.cli import demo, parked, publish, topology, work  # noqa: F401
+
+    try:
+        cli()
+    except RabbitTasksError as error:
+        for line in str(error).splitlines():
+            tell(f"error: {line}")
+        sys.exit(2 if isinstance(error, ConfigurationError) else 1)
+    except KeyboardInterrupt:
+        tell("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read our output has enough. Nothing more can be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,0 +1,1 @@
+"""`rabbit-tasks demo`: real work end to end."""

@@ -1,0 +1,49 @@
+"""Log lines: text on a terminal, JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from typing import Any, Literal
+
+Format = Literal["text", "json"]
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, what; one line each but for a fault's traceback."""
+
+    default_msec_format = "%s.%03d"
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line: time (UTC), level, logger, message, and the event's own fields."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line: dict[str, Any] = {
+            "time": f"{when}.{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def configure(form: Format, level: str) -> None:
+    """Log to stderr. What the client libraries say of lost connections is left out: we say it."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    if level.upper() != "DEBUG":
+        for name in ("aiormq", "aio_pika"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    # asyncio's own reports of futures that the client libraries drop.
+    logging.captureWarnings(True)

@@ -1,0 +1,107 @@
+"""`rabbit-tasks topology`: show, export, declare, check."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rabbit_tasks import declare
+from rabbit_tasks.app import App, find_app
+from rabbit_tasks.broker import connected
+from rabbit_tasks.cli import Given, cli, run, tell
+from rabbit_tasks.settings import Settings
+from rabbit_tasks.topology import tree
+
+topology = typer.Typer(help="The queues and exchanges of the app.", no_args_is_help=True)
+cli.add_typer(topology, name="topology")
+
+Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+
+
+@topology.command("show")
+def show(context: typer.Context, as_json: Json = False) -> None:
+    """Show the app's topology as a tree."""
+    app = find_app(context.obj.app)
+    typer.echo(app.topology.definitions() if as_json else tree(app.topology), nl=not as_json)
+
+
+@topology.command("export")
+def export(
+    context: typer.Context,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only compare: exit 1 where the file differs.")
+    ] = False,
+    file: Annotated[
+        Path | None, typer.Option(help="The lock file.", show_default="topology/<app>.json")
+    ] = None,
+) -> None:
+    """Write the lock file, topology/<app>.json, in RabbitMQ's definitions format."""
+    app = find_app(context.obj.app)
+    path = file or Path("topology") / f"{app.name}.json"
+    wanted = app.topology.definitions()
+    if not check:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wanted)
+        tell(f"wrote {path}")
+        return
+    if not path.is_file():
+        tell(f"error: there is no {path}; write it: rabbit-tasks topology export")
+        raise typer.Exit(1)
+    found = path.read_text()
+    if found != wanted:
+        lines = difflib.unified_diff(
+            found.splitlines(), wanted.splitlines(), str(path), "the app", lineterm="", n=1
+        )
+        typer.echo("\n".join(lines))
+        tell(f"error: {path} is not the app's topology; write it: rabbit-tasks topology export")
+        raise typer.Exit(1)
+    tell(f"{path} is up to date")
+
+
+@topology.command("declare")
+def declare_command(context: typer.Context) -> None:
+    """Create what is missing on the broker; change nothing that is there."""
+    app = find_app(context.obj.app)
+    created = run(_declare(app, _settings(context)))
+    for name in created:
+        typer.echo(f"created {name}")
+    tell(_summary(app) + (f": {len(created)} created" if created else ": all there already"))
+
+
+@topology.command("check")
+def check_command(context: typer.Context, as_json: Json = False) -> None:
+    """Compare the broker with the app: exit 1 where something is missing or different."""
+    app = find_app(context.obj.app)
+    differences = run(_check(app, _settings(context)))
+    for difference in differences:
+        typer.echo(json.dumps(asdict(difference)) if as_json else str(difference))
+    if differences:
+        raise typer.Exit(1)
+    tell(
+        f"{_summary(app)}: as they should be (bindings cannot be read over AMQP; declare sets them)"
+    )
+
+
+def _settings(context: typer.Context) -> Settings:
+    given: Given = context.obj
+    return Settings().changed(url=given.url)
+
+
+def _summary(app: App) -> str:
+    found = app.topology
+    return f"{len(found.queues)} queues and {len(found.exchanges)} exchange of app {app.name}"
+
+
+async def _declare(app: App, settings: Settings) -> list[str]:
+    async with connected(settings, "topology declare") as connection:
+        return await declare.declare(connection, app.topology)
+
+
+async def _check(app: App, settings: Settings) -> list[declare.Difference]:
+    async with connected(settings, "topology check") as connection:
+        return await declare.check(connection, app.topology)

@@ -1,0 +1,232 @@
+"""The class that users write: a queue, a retry policy, a handler."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Awaitable
+from datetime import timedelta
+from typing import Any, ClassVar, Final, Generic, Literal, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
+from pydantic_core import PydanticSerializationError
+
+from rabbit_tasks.durations import duration_text
+from rabbit_tasks.errors import ConfigurationError, MalformedBody
+from rabbit_tasks.message import Message
+from rabbit_tasks.retry import RetryPolicy
+
+B = TypeVar("B")
+
+MAX_CONCURRENCY: Final = 1000
+"""Slots of one consumer: each is a channel, and RabbitMQ's default channel_max is 2047."""
+
+
+class Consumer(Generic[B]):
+    """Handles the messages of one queue.
+
+    Subclass it with the type of its bodies, `Consumer[ImageUploaded]`: a pydantic model, a
+    dataclass, a dict or anything else pydantic can validate from JSON; `bytes` takes the body as it
+    is, `str` as UTF-8 text. The content type of a message is not consulted: its body decides.
+
+    queue           the name of its main queue
+    retry           when to try again, when to park
+    concurrency     slots: how many messages it handles at once, each with prefetch 1
+    timeout         how long the handler may take; outlasting it is a failed attempt
+    isolation       "process": every slot's handler runs in a child process of its own, which can be
+                    killed when its time is up and may crash without harm to the others
+    delivery_limit  how often the broker delivers a message that is never settled, because its
+                    worker dies with it, before the broker parks it: limit + 1 deliveries
+    """
+
+    queue: ClassVar[str]
+    retry: ClassVar[RetryPolicy] = RetryPolicy()
+    concurrency: ClassVar[int] = 1
+    timeout: ClassVar[timedelta | None] = None
+    isolation: ClassVar[Literal["process"] | None] = None
+    delivery_limit: ClassVar[int] = 5
+
+    def handle(self, body: B, message: Message, /) -> Awaitable[None] | None:
+        """Do the work: `async def`, or `def`, which runs in a thread. Returning means done."""
+        raise NotImplementedError
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "queue" in cls.__dict__:
+            check(cls)
+
+
+Body = TypeAdapter[Any] | Literal["bytes", "text"]
+"""How a consumer's bodies are read and written."""
+
+
+def check(cls: type[Consumer[Any]]) -> None:
+    """Refuse a consumer class that cannot work: ConfigurationError with the way out."""
+    queue = getattr(cls, "queue", None)
+    if queue is None:
+        raise ConfigurationError(f'{cls.__name__} has no queue; write queue = "images.resize"')
+    if not isinstance(queue, str) or not queue:
+        raise ConfigurationError(f"{cls.__name__}.queue is {queue!r}; it takes a queue's name")
+    _check_handler(cls)
+    if not isinstance(cls.retry, RetryPolicy):
+        raise ConfigurationError(
+            f"{cls.__name__}.retry is {cls.retry!r}; write RetryPolicy(attempts=5)"
+        )
+    for name, low, high in (("concurrency", 1, MAX_CONCURRENCY), ("delivery_limit", 1, 1_000_000)):
+        value = getattr(cls, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ConfigurationError(
+                f"{cls.__name__}.{name} is {value!r}; it takes a whole number from {low} to {high}"
+            )
+    if cls.isolation not in (None, "process"):
+        raise ConfigurationError(
+            f'{cls.__name__}.isolation is {cls.isolation!r}; it takes "process" or None'
+        )
+    if cls.timeout is not None:
+        if not isinstance(cls.timeout, timedelta) or cls.timeout <= timedelta():
+            raise ConfigurationError(
+                f"{cls.__name__}.timeout is {cls.timeout!r}; write timedelta(seconds=30)"
+            )
+        if cls.isolation is None and not is_async(cls):
+            raise ConfigurationError(
+                f"{cls.__name__} has a timeout, but its handler runs in a thread, which cannot be "
+                'stopped; write isolation = "process", or make handle async'
+            )
+    try:
+        body_of(cls)
+    except PydanticUndefinedAnnotation:
+        pass  # a forward reference: the app checks again when it is built
+
+
+def _check_handler(cls: type[Consumer[Any]]) -> None:
+    handle = cls.handle
+    if handle is Consumer.handle:
+        raise ConfigurationError(
+            f"{cls.__name__} has no handler; write async def handle(self, body, message)"
+        )
+    if inspect.isgeneratorfunction(handle) or inspect.isasyncgenfunction(handle):
+        raise ConfigurationError(
+            f"{cls.__name__}.handle is a generator, which would never run; take its yield out"
+        )
+    try:
+        inspect.signature(handle).bind(None, None, None)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"{cls.__name__}.handle does not take (self, body, message): {error}"
+        ) from None
+
+
+def is_async(cls: type[Consumer[Any]]) -> bool:
+    """Whether the handler is a coroutine function; any other runs in a thread."""
+    return inspect.iscoroutinefunction(cls.handle)
+
+
+def body_of(cls: type[Consumer[Any]]) -> Body:
+    """How this consumer's bodies are decoded; made once per class.
+
+    Raises ConfigurationError for a type that pydantic cannot validate from JSON.
+    """
+    known: Body | None = cls.__dict__.get("_body")
+    if known is not None:
+        return known
+    kind = _body_type(cls)
+    body: Body
+    if kind is bytes:
+        body = "bytes"
+    elif kind is str:
+        body = "text"
+    else:
+        try:
+            body = TypeAdapter(kind)
+        except PydanticSchemaGenerationError:
+            raise ConfigurationError(
+                f"{cls.__name__} takes {getattr(kind, '__name__', kind)}, which has no JSON form; "
+                "take a pydantic model, a dataclass, a dict, str or bytes"
+            ) from None
+    cls._body = body  # type: ignore[attr-defined]
+    return body
+
+
+def _body_type(cls: type) -> Any:
+    """What stands in `Consumer[…]`, through any number of generic classes in between."""
+    return _argument(cls, {}) or Any
+
+
+def _argument(cls: type, known: dict[Any, Any]) -> Any:
+    for base in cls.__dict__.get("__orig_bases__", cls.__bases__):
+        origin = typing.get_origin(base) or base
+        if not (isinstance(origin, type) and issubclass(origin, Consumer)):
+            continue
+        arguments = [known.get(a, a) for a in typing.get_args(base)]
+        if origin is Consumer:
+            kind = arguments[0] if arguments else None
+            return None if isinstance(kind, TypeVar) else kind
+        parameters = getattr(origin, "__parameters__", ())
+        return _argument(origin, dict(zip(parameters, arguments, strict=False)))
+    return None
+
+
+def decode(cls: type[Consumer[B]], body: bytes) -> B:
+    """The body as the consumer's type; MalformedBody where it is not."""
+    how = body_of(cls)
+    value: Any
+    if how == "bytes":
+        value = body
+    elif how == "text":
+        try:
+            value = body.decode()
+        except UnicodeDecodeError as error:
+            raise MalformedBody(f"not UTF-8 at byte {error.start}", "not UTF-8") from None
+    else:
+        try:
+            value = how.validate_json(body)
+        except ValidationError as error:
+            raise MalformedBody(faults(error), fault_codes(error)) from None
+    return typing.cast(B, value)
+
+
+def encode(cls: type[Consumer[B]], body: B) -> tuple[bytes, str]:
+    """The body on the wire and its content type. TypeError where it is not the consumer's type."""
+    how = body_of(cls)
+    if how == "bytes":
+        if not isinstance(body, bytes):
+            raise _wrong(cls, body, "bytes")
+        return body, "application/octet-stream"
+    if how == "text":
+        if not isinstance(body, str):
+            raise _wrong(cls, body, "str")
+        return body.encode(), "text/plain; charset=utf-8"
+    try:
+        return how.dump_json(body, warnings="error"), "application/json"
+    except PydanticSerializationError:
+        kind = _body_type(cls)
+        raise _wrong(cls, body, getattr(kind, "__name__", str(kind))) from None
+
+
+def _wrong(cls: type[Consumer[Any]], body: object, wanted: str) -> TypeError:
+    return TypeError(f"{cls.__name__} takes {wanted}, not this {type(body).__name__}")
+
+
+def faults(error: ValidationError) -> str:
+    """What pydantic found, place by place: for the message's own headers."""
+    found = error.errors(include_input=False, include_url=False, include_context=False)
+    shown = [
+        f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" if one["loc"] else one["msg"]
+        for one in found[:5]
+    ]
+    more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+    return "; ".join(shown) + more
+
+
+def fault_codes(error: ValidationError) -> str:
+    """What pydantic found, in its own codes: for logs, since places and texts quote the body."""
+    found = error.errors(include_input=False, include_url=False, include_context=False)
+    return ", ".join(sorted({one["type"] for one in found}))
+
+
+def describe(cls: type[Consumer[Any]]) -> str:
+    """The consumer in one line, for people."""
+    delays = [cls.retry.slots_after(n) for n in range(1, cls.retry.attempts)]
+    waits = ", ".join(duration_text(slots[-1]) for slots in delays) or "none"
+    return f"{cls.__name__}: {cls.retry.attempts} attempts, waits up to {waits}"

@@ -1,0 +1,249 @@
+"""Make the broker match a topology, or say how it differs.
+
+Over AMQP alone. A passive declare tells whether a queue exists, and compares nothing; declaring a
+queue that exists changes nothing, and the refusal (406) names the first argument that differs. Put
+what the broker has in its place and declare again, and every difference comes out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+import aiormq.exceptions as amqp
+from aiormq.channel import Channel
+
+from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection
+from rabbit_tasks.errors import ConnectError, TopologyError
+from rabbit_tasks.topology import Arguments, Binding, Exchange, Queue, Topology
+
+COMMAND: Final = "rabbit-tasks topology declare"
+
+# "received none but current is the value '5' of type 'byte'", "received '6' but current is '5'" …
+_DIFFERS: Final = re.compile(
+    r"inequivalent arg '(?P<name>.+?)' for .+: "
+    r"received (?:the value )?(?P<wanted>none|'.*?')(?: of type '\w+')? "
+    r"but current is (?:the value )?(?P<found>none|'.*?')(?: of type '\w+')?$",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing in which the broker is not as the topology: a row for a person."""
+
+    name: str
+    """The queue or exchange."""
+    what: str
+    """The argument that differs, or `missing`."""
+    wanted: str
+    found: str
+    remedy: str
+
+    @property
+    def is_missing(self) -> bool:
+        return self.what == "missing"
+
+    def __str__(self) -> str:
+        if self.is_missing:
+            return f"{self.name}: missing; {self.remedy}"
+        return f"{self.name}: {self.what} is {self.found}, wanted {self.wanted}; {self.remedy}"
+
+
+async def check(connection: Connection, topology: Topology) -> list[Difference]:
+    """How the broker differs from the topology; creates and changes nothing.
+
+    Bindings cannot be read over AMQP; `declare` makes them sure. TopologyError where a permission
+    is missing that the comparison needs (configure on the queue).
+    """
+    found: list[Difference] = []
+    for exchange in topology.exchanges:
+        found += await _compare_exchange(connection, exchange)
+    for queue in topology.queues:
+        found += await _compare_queue(connection, queue)
+    return found
+
+
+async def declare(connection: Connection, topology: Topology) -> list[str]:
+    """Create what is missing, after everything has been checked; the names that were created.
+
+    Idempotent, and safe from many processes at once. TopologyError where something exists with
+    other arguments (one line per difference) or a permission is missing: then nothing was created.
+    """
+    differences = await check(connection, topology)
+    different = [d for d in differences if not d.is_missing]
+    if different:
+        raise TopologyError("\n".join(str(d) for d in different))
+    absent = {d.name for d in differences}
+    queues = [queue for queue in topology.queues if queue.name in absent]
+    for queue in queues:
+        await _may_create(connection, queue)
+    for exchange in topology.exchanges:
+        if exchange.name in absent:
+            await _do(connection, exchange.name, partial(_declare_exchange, exchange=exchange))
+    for queue in queues:
+        await _do(connection, queue.name, partial(_declare_queue, queue=queue))
+    for binding in topology.bindings:
+        await _do(connection, binding.queue, partial(_bind, binding=binding))
+    return sorted(absent)
+
+
+async def missing(connection: Connection, topology: Topology) -> list[str]:
+    """The queues and exchanges that are not there; needs no configure permission."""
+    names = [e.name for e in topology.exchanges if not await _exchange_exists(connection, e.name)]
+    return names + [q.name for q in topology.queues if not await _queue_exists(connection, q.name)]
+
+
+# --- one object ---------------------------------------------------------------------------------
+
+
+async def _compare_exchange(connection: Connection, exchange: Exchange) -> list[Difference]:
+    if not await _exchange_exists(connection, exchange.name):
+        return [_missing(exchange.name)]
+    refusal = await _refusal(
+        connection, exchange.name, partial(_declare_exchange, exchange=exchange)
+    )
+    if refusal is None:
+        return []
+    remedy = f"delete the exchange or rename it, then run {COMMAND}"
+    return [Difference(exchange.name, *refusal, remedy)]
+
+
+async def _compare_queue(connection: Connection, queue: Queue) -> list[Difference]:
+    if not await _queue_exists(connection, queue.name):
+        return [_missing(queue.name)]
+    remedy = (
+        "it cannot be changed in place: set it back in the consumer class, or let the queue run "
+        f"empty, delete it (rabbitmqctl delete_queue {queue.name!r}) and run {COMMAND}"
+    )
+    arguments: Arguments = dict(queue.arguments)
+    found: dict[str, Difference] = {}
+    while True:
+        attempt = partial(_declare_queue, queue=replace(queue, arguments=arguments))
+        refusal = await _refusal(connection, queue.name, attempt)
+        if refusal is None:
+            break
+        what, wanted, current = refusal
+        known = what in found
+        found[what] = Difference(queue.name, what, wanted, current, remedy)
+        # Queues of another type compare only their own arguments, and what is not an argument
+        # (durable, exclusive) is compared first and cannot be put right here.
+        if known or what == "x-queue-type" or not what.startswith("x-"):
+            break
+        if current == "none":
+            arguments.pop(what, None)
+        else:
+            arguments[what] = _like(current, queue.arguments.get(what))
+    return list(found.values())
+
+
+def _like(text: str, wanted: object) -> Any:
+    """The broker's value in the type in which it can be declared again."""
+    if isinstance(wanted, str) or not re.fullmatch(r"-?\d+", text):
+        return {"true": True, "false": False}.get(text, text)
+    return int(text)
+
+
+def _missing(name: str) -> Difference:
+    return Difference(name, "missing", "", "", f"create it: {COMMAND}")
+
+
+async def _may_create(connection: Connection, queue: Queue) -> None:
+    """Have the broker check our permissions for a queue without creating it.
+
+    It looks at them before it looks at the queue's type (3.10 to 4.3).
+    """
+    probe = replace(queue, arguments={**queue.arguments, "x-queue-type": "none"})
+    await _refusal(connection, queue.name, partial(_declare_queue, queue=probe))
+
+
+async def _declare_queue(channel: Channel, queue: Queue) -> None:
+    await channel.queue_declare(
+        queue.name, durable=True, arguments=queue.arguments, timeout=RPC_TIMEOUT
+    )
+
+
+async def _declare_exchange(channel: Channel, exchange: Exchange) -> None:
+    await channel.exchange_declare(
+        exchange.name, exchange_type=exchange.type, durable=True, timeout=RPC_TIMEOUT
+    )
+
+
+async def _bind(channel: Channel, binding: Binding) -> None:
+    await channel.queue_bind(
+        binding.queue, binding.exchange, routing_key=binding.key, timeout=RPC_TIMEOUT
+    )
+
+
+async def _queue_exists(connection: Connection, name: str) -> bool:
+    async def look(channel: Channel) -> None:
+        await channel.queue_declare(name, passive=True, timeout=RPC_TIMEOUT)
+
+    return await _exists(connection, name, look)
+
+
+async def _exchange_exists(connection: Connection, name: str) -> bool:
+    async def look(channel: Channel) -> None:
+        await channel.exchange_declare(name, passive=True, timeout=RPC_TIMEOUT)
+
+    return await _exists(connection, name, look)
+
+
+# --- one question to the broker: each on a channel of its own, since a "no" closes it -------------
+
+Call = Callable[[Channel], Awaitable[None]]
+
+
+async def _do(connection: Connection, name: str, call: Call) -> None:
+    """TopologyError where the broker says no, in its own words and with the next step."""
+    channel = await connection.open()
+    try:
+        await call(channel)
+    except amqp.ChannelAccessRefused as error:
+        raise TopologyError(
+            f"{name}: {_words(error)} (RABBIT_TASKS_USER); allow it: rabbitmqctl set_permissions "
+            "-p VHOST USER CONFIGURE WRITE READ"
+        ) from None
+    except TimeoutError:
+        raise TopologyError(
+            f"{name}: the broker did not answer within {RPC_TIMEOUT:g} s; it may lack a majority of "
+            "its nodes: rabbitmq-diagnostics cluster_status"
+        ) from None
+    except LOST as error:
+        if connection.is_lost:
+            close = connection.close_reason
+            raise ConnectError(
+                f"{name}: connection lost" + (f": {close[0]} {close[1]}" if close else "")
+            ) from None
+        raise error
+    finally:
+        with suppress(Exception):
+            await channel.close()
+
+
+async def _exists(connection: Connection, name: str, look: Call) -> bool:
+    try:
+        await _do(connection, name, look)
+    except amqp.ChannelNotFoundEntity:
+        return False
+    return True
+
+
+async def _refusal(connection: Connection, name: str, call: Call) -> tuple[str, str, str] | None:
+    """Argument, wanted and found, where the broker has it differently."""
+    try:
+        await _do(connection, name, call)
+    except (amqp.ChannelPreconditionFailed, amqp.ChannelLockedResource) as error:
+        match = _DIFFERS.search(_words(error))
+        if match is None:
+            return "definition", "ours", _words(error)
+        return match["name"], match["wanted"].strip("'"), match["found"].strip("'")
+    return None
+
+
+def _words(error: amqp.AMQPError) -> str:
+    return " ".join(str(part) for part in error.args if part is not None)

@@ -1,0 +1,44 @@
+"""Durations as people and queue names write them: 500ms, 10s, 5m, 2h, 1d."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Final
+
+_UNITS: Final = {
+    "d": timedelta(days=1),
+    "h": timedelta(hours=1),
+    "m": timedelta(minutes=1),
+    "s": timedelta(seconds=1),
+    "ms": timedelta(milliseconds=1),
+}
+
+
+def duration_text(duration: timedelta) -> str:
+    """The shortest exact form in one unit, from whole milliseconds: 1500ms, 90s, 5m.
+
+    >>> duration_text(timedelta(seconds=90))
+    '90s'
+    """
+    for unit, length in _UNITS.items():
+        if duration and duration % length == timedelta():
+            return f"{duration // length}{unit}"
+    return f"{duration // _UNITS['ms']}ms"
+
+
+def duration_of(text: str | float | timedelta) -> timedelta:
+    """A duration from text or from a number of seconds; ValueError for anything else.
+
+    >>> duration_of("1.5h")
+    datetime.timedelta(seconds=5400)
+    """
+    if isinstance(text, timedelta):
+        return text
+    found = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*(ms|s|m|h|d|)\s*", str(text))
+    if not found:
+        raise ValueError(
+            f"{text!r} is no duration; write seconds, or a unit: 500ms, 10s, 5m, 2h, 1d"
+        )
+    number, unit = found.groups()
+    return float(number) * _UNITS[unit or "s"]

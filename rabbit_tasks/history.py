@@ -1,0 +1,258 @@
+"""What became of a message so far, as headers: its failures, why it is parked, its replays.
+
+Pure: errors and outcomes in, headers out, cut to what a frame holds.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from rabbit_tasks import message as names
+from rabbit_tasks.consumer import fault_codes
+from rabbit_tasks.errors import MalformedBody
+from rabbit_tasks.properties import Properties
+from rabbit_tasks.retry import Parked, RetryAfter
+
+HISTORY: Final = 20
+"""Attempts that the history keeps, the latest ones."""
+MESSAGE_BYTES: Final = 2_048
+STACK_BYTES: Final = 16_384
+ROOM: Final = 8_192
+"""Bytes of a frame left free: the broker adds its own headers when it dead-letters."""
+
+# A publisher's time limit has had its chance, and would make a parked copy vanish; another user's
+# name makes the broker refuse the copy (406).
+_SPENT: Final = ("expiration", "user_id")
+_ENDED: Final = names.OURS - {names.ATTEMPTS, names.REPLAYED}
+_ENTRY: Final = {"attempt": int, "when": str, "seconds": float, "error": str, "worker": str}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as text: it outlives its process and the exception's own class."""
+
+    type: str
+    message: str
+    stack: str
+    log: str
+    """One line for logs; nothing of a body that did not decode."""
+
+
+class FailedElsewhere(Exception):
+    """An error that happened in a child process, carried as what it said."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)  # what pickling an exception gives its constructor again
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return self.failure.message
+
+
+def failure_of(error: BaseException, redact: Callable[[str], str] | None = None) -> Failure:
+    """The error as text, whatever its class does; `redact` passes over all of it."""
+    if isinstance(error, FailedElsewhere):
+        return error.failure
+    kind = type(error)
+    name = (
+        kind.__qualname__
+        if kind.__module__ == "builtins"
+        else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    # Formatting calls the exception's own __str__, which may raise anything; traceback survives it.
+    told = traceback.TracebackException(kind, error, error.__traceback__, compact=True)
+    text = _text(error)
+    stack = "".join(told.format())
+    if isinstance(error, MalformedBody):
+        log = f"malformed body ({error.codes})"
+    elif isinstance(error, ValidationError):
+        log = f"{name}: {fault_codes(error)}"
+    else:
+        log = f"{name}: {text}" if text else name
+    clean = _careful(redact) if redact else str
+    message = cut(clean(text), MESSAGE_BYTES)
+    return Failure(name, message, cut(clean(stack), STACK_BYTES), one_line(clean(log)))
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as broken:  # (even SystemExit: it is only a text)
+        return f"<its __str__ raised {type(broken).__name__}>"
+
+
+def _careful(redact: Callable[[str], str]) -> Callable[[str], str]:
+    def clean(text: str) -> str:
+        try:
+            return str(redact(text))
+        except Exception as error:  # (showing the text instead would be the leak)
+            return f"<redact raised {type(error).__name__}>"
+
+    return clean
+
+
+def cut(text: str, limit: int) -> str:
+    """The text in at most `limit` bytes of UTF-8: its beginning and its end."""
+    raw = text.encode("utf-8", "backslashreplace")
+    if len(raw) <= limit:
+        return raw.decode()
+    half = max(0, limit - 40) // 2
+    head, tail = (
+        raw[:half].decode("utf-8", "ignore"),
+        raw[len(raw) - half :].decode("utf-8", "ignore"),
+    )
+    return f"{head}\n… {len(raw) - 2 * half} bytes left out …\n{tail}"
+
+
+def one_line(text: str, limit: int = 300) -> str:
+    """For logs and terminals: control characters escaped, at most `limit` characters."""
+    shown = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: limit + 1]
+    )
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def after(
+    outcome: RetryAfter | Parked,
+    failure: Failure | None,
+    before: Properties,
+    *,
+    queue: str,
+    attempt: int,
+    when: datetime,
+    seconds: float,
+    worker: str,
+    stack: bool = True,
+) -> dict[str, Any]:
+    """The headers of a copy that carries this outcome."""
+    error = {
+        "attempt": attempt,
+        "when": when.isoformat(timespec="milliseconds"),
+        "seconds": round(seconds, 6),
+        "error": one_line(f"{failure.type}: {failure.message}", 256) if failure else "",
+        "worker": worker,
+    }
+    headers: dict[str, Any] = {names.RETRY_COUNT: attempt, names.ORIGIN_QUEUE: queue}
+    if isinstance(outcome, Parked):
+        headers[names.PARKED_REASON] = one_line(outcome.reason)
+        headers[names.PARKED_AT] = error["when"]
+    if failure:
+        headers[names.ERROR_TYPE] = failure.type
+        headers[names.ERROR_MESSAGE] = failure.message
+        headers[names.ATTEMPTS] = [*attempts(before), error][-HISTORY:]
+        if stack:
+            headers[names.ERROR_STACK] = failure.stack
+    return headers
+
+
+def attempts(properties: Properties) -> list[dict[str, Any]]:
+    """The history that a message carries; of one that we did not write, what is like ours."""
+    found = properties.header(names.ATTEMPTS)
+    if not isinstance(found, list):
+        return []
+    entries = [
+        {name: entry[name] for name, kind in _ENTRY.items() if type(entry.get(name)) is kind}
+        for entry in found
+        if isinstance(entry, dict)
+    ]
+    return [entry for entry in entries if entry][-HISTORY:]
+
+
+def copy(
+    before: Properties, headers: Mapping[str, Any], *, message_id: str, frame_max: int
+) -> Properties | None:
+    """The properties of a copy: foreign ones as they are, ours replaced by these headers.
+
+    Of ours, what does not fit beside the foreign ones is left out, the stack trace first. None
+    where the foreign ones alone leave no room for the retry count.
+    """
+    cuts: tuple[tuple[str, int], ...] = (
+        ("", ROOM), (names.ERROR_STACK, ROOM), (names.ATTEMPTS, ROOM), (names.ERROR_MESSAGE, ROOM),
+        (names.ERROR_TYPE, 0),
+    )  # fmt: skip
+    left = dict(headers)
+    for name, room in cuts:
+        left.pop(name, None)
+        made = before.replace(
+            left,
+            without=lambda header: (
+                header in names.OURS - {names.REPLAYED} or names.is_brokers(header)
+            ),
+            drop=_SPENT,
+            delivery_mode=2,
+            message_id=None if before.text("message_id") else message_id,
+        )
+        if made.frame_size() <= frame_max - room:
+            return made
+    return None
+
+
+def returned(before: Properties, *, message_id: str) -> Properties:
+    """The properties of a copy that goes back to its main queue with its attempts as they are."""
+    return before.replace(
+        {},
+        without=names.is_brokers,
+        drop=_SPENT,
+        delivery_mode=2,
+        message_id=None if before.text("message_id") else message_id,
+    )
+
+
+def replayed(before: Properties, *, when: datetime, message_id: str) -> Properties:
+    """The properties of a parked message's copy with fresh attempts; its history stays."""
+    last = before.header(names.REPLAYED)
+    count = last.get("count", 0) if isinstance(last, dict) else 0
+    count = count if isinstance(count, int) and 0 <= count < 1_000_000 else 0
+    return before.replace(
+        {names.REPLAYED: {"count": count + 1, "when": when.isoformat(timespec="milliseconds")}},
+        without=lambda header: header in _ENDED or names.is_brokers(header),
+        drop=_SPENT,
+        delivery_mode=2,
+        message_id=None if before.text("message_id") else message_id,
+    )
+
+
+def reason(properties: Properties) -> str:
+    """Why a message is parked, in words: ours, or what the broker's death record says."""
+    ours = properties.header(names.PARKED_REASON)
+    if isinstance(ours, str):
+        return ours
+    death = last_death(properties)
+    if death is None:
+        return "unknown: put here by neither a worker nor the broker"
+    count = properties.header(names.DELIVERY_COUNT)
+    match death.get("reason"):
+        case "delivery_limit":
+            times = f" {count} times" if isinstance(count, int) and count > 1 else " too often"
+            return f"delivered{times} and never settled: its worker died with it (delivery limit)"
+        case "rejected":
+            return "rejected by its consumer"
+        case "expired":
+            return "expired in its queue before a worker took it (its publisher's time limit)"
+        case "maxlen":
+            return "pushed out of its queue by a length limit"
+    return f"dead-lettered by the broker: {death.get('reason')}"
+
+
+def last_death(properties: Properties) -> dict[str, Any] | None:
+    """The broker's latest death record, where there is one."""
+    deaths = properties.header(names.DEATH)
+    if isinstance(deaths, list) and deaths and isinstance(deaths[0], dict):
+        return deaths[0]
+    return None
+
+
+def origin(properties: Properties) -> str | None:
+    """The main queue that a parked message came from; None where nothing tells."""
+    death = last_death(properties)
+    if death is not None and properties.header(names.PARKED_REASON) is None:
+        queue = death.get("queue")
+    else:
+        queue = properties.header(names.ORIGIN_QUEUE)
+    return queue if isinstance(queue, str) and queue else None

@@ -1,0 +1,343 @@
+"""The properties of a message, kept as the bytes that the broker sent.
+
+A message travels through retry and parking queues as a copy, and a copy must not change what a
+publisher wrote. Client libraries decode properties into Python values and encode those again, on
+which way a double becomes 32 bits wide, a byte a word, and text that is not UTF-8 an error. Here a
+value is decoded only for a reader; what is copied is its bytes.
+
+The format is AMQP 0-9-1's property list and field table, with RabbitMQ's type tags
+(https://www.rabbitmq.com/amqp-0-9-1-errata): one letter, then the value.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any, Final
+
+FRAME_OVERHEAD: Final = 8
+"""Bytes of a frame that are not its payload: type, channel, length, end mark."""
+
+_CONTENT_HEADER: Final = 12
+"""Bytes before the property list in a content header frame: class, weight, body size."""
+
+# In wire order; the first has the highest of the flag word's bits. The last of the sixteen says
+# that another flag word follows, which the basic class never needs.
+_FIELDS: Final = (
+    ("content_type", "s"),
+    ("content_encoding", "s"),
+    ("headers", "F"),
+    ("delivery_mode", "B"),
+    ("priority", "B"),
+    ("correlation_id", "s"),
+    ("reply_to", "s"),
+    ("expiration", "s"),
+    ("message_id", "s"),
+    ("timestamp", "T"),
+    ("type", "s"),
+    ("user_id", "s"),
+    ("app_id", "s"),
+    ("cluster_id", "s"),
+)
+_FLAGS: Final = tuple((name, kind, 1 << (15 - i)) for i, (name, kind) in enumerate(_FIELDS))
+_FIXED: Final = {
+    b"t"[0]: 1, b"b"[0]: 1, b"B"[0]: 1, b"s"[0]: 2, b"u"[0]: 2, b"I"[0]: 4, b"i"[0]: 4, b"f"[0]: 4,
+    b"D"[0]: 5, b"l"[0]: 8, b"L"[0]: 8, b"d"[0]: 8, b"T"[0]: 8, b"V"[0]: 0, 0: 0,
+}  # fmt: skip
+_PREFIXED: Final = frozenset(b"SxAF")
+_NUMBERS: Final = {"b": ">b", "B": ">B", "s": ">h", "u": ">H", "I": ">i", "i": ">I", "l": ">q",
+                   "L": ">Q", "f": ">f", "d": ">d"}  # fmt: skip
+
+Table = list[tuple[bytes, bytes]]
+"""A field table's entries: name and value, the value with its type tag, both as they came."""
+
+
+class Properties:
+    """One message's property list.
+
+    Immutable. Made from bytes by `decode` (which accepts whatever a broker can send) or from Python
+    values by `of`; `encode` gives the bytes back unchanged.
+    """
+
+    __slots__ = ("_fields", "_raw", "_table")
+
+    def __init__(self, fields: Mapping[str, bytes], raw: bytes | None = None) -> None:
+        self._fields = fields
+        self._raw = raw
+        self._table: Table | None = None
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Properties:
+        """Read a property list: the flag word and what follows it."""
+        fields: dict[str, bytes] = {}
+        (flags,) = struct.unpack_from(">H", raw)
+        at = 2
+        for name, kind, flag in _FLAGS:
+            if not flags & flag:
+                continue
+            if kind == "s":
+                end = at + 1 + raw[at]
+            elif kind == "F":
+                end = at + 4 + int.from_bytes(raw[at : at + 4], "big")
+            else:
+                end = at + (8 if kind == "T" else 1)
+            fields[name] = raw[at:end]
+            at = end
+        return cls(fields, raw)
+
+    @classmethod
+    def of(cls, headers: Mapping[str, Any] | None = None, **values: Any) -> Properties:
+        """Make a property list from Python values; a value of None leaves its property out.
+
+        Raises ValueError for what AMQP cannot carry, naming the property or header.
+        """
+        fields = {
+            name: _field(name, kind, values.pop(name))
+            for name, kind in _FIELDS
+            if values.get(name) is not None
+        }
+        unknown = [name for name, value in values.items() if value is not None]
+        if unknown:
+            raise ValueError(f"no such property: {', '.join(unknown)}")
+        if headers:
+            fields["headers"] = _pack_table(_entries(headers))
+        return cls(fields)
+
+    def encode(self) -> bytes:
+        """The property list as it goes on the wire."""
+        if self._raw is None:
+            flags = sum(flag for name, _, flag in _FLAGS if name in self._fields)
+            parts = (self._fields[name] for name, _ in _FIELDS if name in self._fields)
+            self._raw = struct.pack(">H", flags) + b"".join(parts)
+        return self._raw
+
+    def frame_size(self) -> int:
+        """Bytes of the content header frame that carries these properties."""
+        return FRAME_OVERHEAD + _CONTENT_HEADER + len(self.encode())
+
+    @property
+    def table(self) -> Table:
+        """The headers' entries, undecoded, in their order."""
+        if self._table is None:
+            raw = self._fields.get("headers")
+            self._table = _unpack_table(raw[4:]) if raw else []
+        return self._table
+
+    @property
+    def headers(self) -> dict[str, Any]:
+        """The headers as Python values; text that is not UTF-8 is bytes, names are escaped."""
+        return {_name(key): _read(value) for key, value in self.table}
+
+    def header(self, name: str) -> Any:
+        """One header's value, or None where it is absent (or null)."""
+        wanted = name.encode()
+        for key, value in self.table:
+            if key == wanted:
+                return _read(value)
+        return None
+
+    def text(self, name: str) -> str | None:
+        """A text property; None where absent. Bytes that are not UTF-8 are shown as \\xNN."""
+        raw = self._fields.get(name)
+        return None if raw is None else raw[1:].decode("utf-8", "backslashreplace")
+
+    def number(self, name: str) -> int | None:
+        """`delivery_mode`, `priority`, or `timestamp` in seconds since 1970; None where absent."""
+        raw = self._fields.get(name)
+        return None if raw is None else int.from_bytes(raw, "big")
+
+    @property
+    def timestamp(self) -> datetime | None:
+        """When the publisher says it published; None where absent or out of datetime's range."""
+        seconds = self.number("timestamp")
+        when = None if seconds is None else _when(seconds)
+        return when if isinstance(when, datetime) else None
+
+    def replace(
+        self,
+        headers: Mapping[str, Any],
+        *,
+        without: Callable[[str], bool] = lambda _: False,
+        drop: tuple[str, ...] = (),
+        **values: Any,
+    ) -> Properties:
+        """A copy with these headers set, the headers that `without` names and `drop`ped properties
+        left out, these properties set, and every other byte as it was."""
+        fields = {name: raw for name, raw in self._fields.items() if name not in drop}
+        for name, kind in _FIELDS:
+            if values.get(name) is not None:
+                fields[name] = _field(name, kind, values[name])
+        ours = _entries(headers)
+        taken = {key for key, _ in ours}
+        kept = [e for e in self.table if e[0] not in taken and not without(_name(e[0]))]
+        fields["headers"] = _pack_table(kept + ours)
+        return Properties(fields)
+
+
+def _name(key: bytes) -> str:
+    return key.decode("utf-8", "backslashreplace")
+
+
+def _when(seconds: int) -> datetime | int:
+    try:
+        return datetime.fromtimestamp(seconds, UTC)
+    except (ValueError, OverflowError, OSError):  # beyond the year 9999
+        return seconds
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def _unpack_table(raw: bytes) -> Table:
+    entries: Table = []
+    at = 0
+    while at < len(raw):
+        start = at + 1 + raw[at]
+        end = _end(raw, start)
+        if end is None:
+            # A tag we do not know has no known length. What is left travels as one entry.
+            entries.append((raw[at + 1 : start], raw[start:]))
+            break
+        entries.append((raw[at + 1 : start], raw[start:end]))
+        at = end
+    return entries
+
+
+def _end(raw: bytes, at: int) -> int | None:
+    """Where the tagged value at `at` ends; None for an unknown tag or a value cut short."""
+    if at >= len(raw):
+        return None
+    tag = raw[at]
+    if tag in _PREFIXED:
+        end = at + 5 + int.from_bytes(raw[at + 1 : at + 5], "big")
+    elif tag in _FIXED:
+        end = at + 1 + _FIXED[tag]
+    else:
+        return None
+    return end if end <= len(raw) else None
+
+
+def _read(value: bytes, depth: int = 0) -> Any:
+    """A tagged value as a Python value; what cannot be read is its bytes."""
+    tag, body = chr(value[0]) if value else "V", value[1:]
+    if tag == "S":
+        try:
+            return body[4:].decode()
+        except UnicodeDecodeError:
+            return body[4:]
+    if tag in _NUMBERS:
+        return struct.unpack(_NUMBERS[tag], body)[0]
+    if tag == "t":
+        return body != b"\0"
+    if tag == "x":
+        return body[4:]
+    if tag == "T":
+        return _when(int.from_bytes(body, "big"))
+    if tag == "D":
+        return Decimal(int.from_bytes(body[1:], "big", signed=True)).scaleb(-body[0])
+    if tag in ("V", "\0"):
+        return None
+    if depth > 100:  # nesting is the publisher's to choose, our stack is not
+        return value
+    if tag == "F":
+        return {_name(key): _read(item, depth + 1) for key, item in _unpack_table(body[4:])}
+    if tag == "A":
+        items, at, raw = [], 0, body[4:]
+        while at < len(raw):
+            end = _end(raw, at) or len(raw)
+            items.append(_read(raw[at:end], depth + 1))
+            at = end
+        return items
+    return value
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+def _field(name: str, kind: str, value: Any) -> bytes:
+    if kind == "s":
+        return _short(value, f"property {name}")
+    if kind == "T":
+        return _timestamp(value, f"property {name}")
+    if not 0 <= value <= 255:
+        raise ValueError(f"property {name} must be from 0 to 255, not {value}")
+    return bytes([value])
+
+
+def _short(value: str, what: str) -> bytes:
+    raw = value.encode()
+    if len(raw) > 255:
+        raise ValueError(f"{what} has {len(raw)} bytes, AMQP takes 255")
+    return bytes([len(raw)]) + raw
+
+
+def _timestamp(value: datetime, what: str) -> bytes:
+    seconds = int(value.replace(tzinfo=value.tzinfo or UTC).timestamp())
+    if seconds < 0:
+        raise ValueError(f"{what} is before 1970, which AMQP cannot carry")
+    return seconds.to_bytes(8, "big")
+
+
+def _entries(headers: Mapping[str, Any], what: str = "header") -> Table:
+    entries = []
+    for key, value in headers.items():
+        name = _short(key, f"{what} name")[1:]
+        entries.append((name, _write(value, f"{what} {key}")))
+    return entries
+
+
+def _pack_table(entries: Table) -> bytes:
+    body = b"".join(bytes([len(key)]) + key + value for key, value in entries)
+    return len(body).to_bytes(4, "big") + body
+
+
+def _write(value: Any, what: str) -> bytes:
+    """A Python value, tagged. Integers take 32 or 64 bits, floats 64, naive times are UTC."""
+    match value:
+        case None:
+            return b"V"
+        case bool():
+            return b"t\1" if value else b"t\0"
+        case int() if -(2**31) <= value < 2**31:
+            return b"I" + value.to_bytes(4, "big", signed=True)
+        case int() if -(2**63) <= value < 2**63:
+            return b"l" + value.to_bytes(8, "big", signed=True)
+        case int():
+            raise ValueError(f"{what} is {value}, beyond 64 bits")
+        case float() if math.isfinite(value):
+            return b"d" + struct.pack(">d", value)
+        case float():
+            # The broker answers inf and nan by closing the connection (541, 3.10 to 4.3).
+            raise ValueError(f"{what} is {value}, which AMQP cannot carry")
+        case str():
+            return _long(b"S", value.encode())
+        case bytes() | bytearray():
+            return _long(b"x", bytes(value))
+        case datetime():
+            return b"T" + _timestamp(value, what)
+        case Decimal():
+            return b"D" + _decimal(value, what)
+        case Mapping():
+            return b"F" + _pack_table(_entries(value, what))
+        case list() | tuple():
+            return _long(b"A", b"".join(_write(item, f"{what}[{i}]")
+                                        for i, item in enumerate(value)))  # fmt: skip
+    raise ValueError(f"{what} is a {type(value).__name__}, which AMQP cannot carry")
+
+
+def _long(tag: bytes, raw: bytes) -> bytes:
+    return tag + len(raw).to_bytes(4, "big") + raw
+
+
+def _decimal(value: Decimal, what: str) -> bytes:
+    exponent = value.as_tuple().exponent
+    if not isinstance(exponent, int):
+        raise ValueError(f"{what} is {value}, which AMQP cannot carry")
+    scale = max(0, -exponent)
+    unscaled = int(value.scaleb(scale))
+    if scale > 255 or not -(2**31) <= unscaled < 2**31:
+        raise ValueError(f"{what} is {value}; AMQP decimals have 32 bits and 255 places")
+    return bytes([scale]) + unscaled.to_bytes(4, "big", signed=True)

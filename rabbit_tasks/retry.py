@@ -1,0 +1,162 @@
+"""When to try again and when to park: values and one pure question."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from rabbit_tasks.errors import ConfigurationError, MalformedBody, Park
+
+MAX_DELAY: Final = timedelta(milliseconds=315_360_000_000)
+"""The broker's own limit for a TTL, ten years (3.10 to 4.3)."""
+MAX_RETRY_QUEUES: Final = 200
+"""Retry queues of one consumer: a quorum queue costs the broker some 50 KiB and four processes."""
+
+MILLISECOND: Final = timedelta(milliseconds=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The handler returned: the message is acked."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetryAfter:
+    """The handler failed: a copy waits this long on the broker, then comes back."""
+
+    attempt: int
+    """The attempt that failed."""
+    delay: timedelta
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """Set aside for a person, with the reason."""
+
+    reason: str
+    error: BaseException | None = None
+
+
+Outcome = Done | RetryAfter | Parked
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How many attempts, and how long to wait between them.
+
+    attempts    how often the handler is tried, the first time included
+    base, cap   the wait after attempt n is drawn from 0 to min(cap, base * 2^(n-1)): full jitter.
+                The broker keeps a message for a constant time per queue, so the draw is among
+                `slots` evenly spread delays, of which each has its queue
+    jitter      False: always the longest of them, and one queue per attempt
+    delays      a fixed list instead of base and cap, one delay per retry; sets `attempts`
+    park_on     exception types that no retry can mend: parked at once
+
+    Raises ConfigurationError for zero attempts, for delays under 1 ms or over ten years, and for
+    more than 200 retry queues.
+    """
+
+    attempts: int = 5
+    base: timedelta = timedelta(seconds=1)
+    cap: timedelta = timedelta(minutes=5)
+    jitter: bool = True
+    slots: int = 4
+    delays: tuple[timedelta, ...] | None = None
+    park_on: tuple[type[BaseException], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.delays is not None:
+            object.__setattr__(self, "delays", tuple(self.delays))
+            object.__setattr__(self, "attempts", len(self.delays) + 1)
+        self._check()
+
+    def _check(self) -> None:
+        for name in ("attempts", "slots"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(
+                    f"RetryPolicy({name}={value!r}): must be a whole number from 1; "
+                    "attempts counts the first try too"
+                )
+        times = {"base": self.base, "cap": self.cap} if self.delays is None else {
+            f"delays[{i}]": delay for i, delay in enumerate(self.delays)
+        }  # fmt: skip
+        for name, delay in times.items():
+            if not isinstance(delay, timedelta):
+                raise ConfigurationError(
+                    f"RetryPolicy: {name} is {delay!r}; write a timedelta, such as "
+                    "timedelta(seconds=10)"
+                )
+            if not MILLISECOND <= delay <= MAX_DELAY:
+                raise ConfigurationError(
+                    f"RetryPolicy: {name} is {delay}; the broker takes 1 ms to {MAX_DELAY.days} days"
+                )
+        if self.delays is None and self.cap < self.base:
+            raise ConfigurationError(
+                f"RetryPolicy: cap {self.cap} is shorter than base {self.base}"
+            )
+        queues = (self.attempts - 1) * (self.slots if self.jitter and self.delays is None else 1)
+        if queues > MAX_RETRY_QUEUES:
+            raise ConfigurationError(
+                f"RetryPolicy: {self.attempts} attempts need {queues} retry queues, more than "
+                f"{MAX_RETRY_QUEUES}; take fewer attempts, fewer slots, or jitter=False"
+            )
+        for kind in self.park_on:
+            if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+                raise ConfigurationError(
+                    f"RetryPolicy: park_on has {kind!r}; it takes exception types"
+                )
+
+    def slots_after(self, attempt: int) -> tuple[timedelta, ...]:
+        """The delays among which the wait after this failed attempt is drawn, shortest first.
+
+        Whole milliseconds. Empty where there is no next attempt.
+        """
+        if not 1 <= attempt < self.attempts:
+            return ()
+        if self.delays is not None:
+            return (_whole(self.delays[attempt - 1]),)
+        longest = self.cap
+        # 2 ** (attempt - 1) overflows a timedelta long before it overflows anything else.
+        if attempt - 1 < (self.cap // self.base).bit_length():
+            longest = min(self.cap, self.base * 2 ** (attempt - 1))
+        if not self.jitter:
+            return (_whole(longest),)
+        spread = (_whole(longest * k / self.slots) for k in range(1, self.slots + 1))
+        return tuple(dict.fromkeys(spread))
+
+    def after_failure(
+        self, attempt: int, error: BaseException, *, draw: float
+    ) -> RetryAfter | Parked:
+        """What follows when this attempt failed with this error.
+
+        `draw` is from 0 (the shortest delay) up to, not including, 1 (the longest).
+        """
+        if park := _find(error, (Park,)):
+            return Parked(str(getattr(park, "reason", park)), error)
+        if isinstance(error, MalformedBody):
+            return Parked("malformed body", error)
+        if hopeless := _find(error, self.park_on):
+            return Parked(f"{type(hopeless).__name__} is never retried (park_on)", error)
+        slots = self.slots_after(attempt)
+        if not slots:
+            tries = "1 attempt" if attempt == 1 else f"{attempt} attempts"
+            return Parked(f"failed {tries} of {self.attempts}", error)
+        return RetryAfter(attempt, slots[int(draw * len(slots))], error)
+
+
+def _find(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
+    """The error, or the first in a group of errors, that is of one of these kinds."""
+    if isinstance(error, kinds):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        found = (_find(inner, kinds) for inner in error.exceptions)
+        return next((inner for inner in found if inner is not None), None)
+    return None
+
+
+def _whole(delay: timedelta) -> timedelta:
+    """Rounded up to a millisecond, the broker's unit."""
+    return -(-delay // MILLISECOND) * MILLISECOND

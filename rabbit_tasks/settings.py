@@ -1,0 +1,162 @@
+"""Where the broker is, and how patient we are."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated, Any, Final, Self
+from urllib.parse import unquote, urlsplit
+
+from pydantic import BeforeValidator, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from rabbit_tasks.durations import duration_of
+from rabbit_tasks.errors import ConfigurationError
+
+PREFIX: Final = "RABBIT_TASKS_"
+DEFAULT_URL: Final = "amqp://guest:guest@localhost:5672/"
+_PORTS: Final = {"amqp": 5672, "amqps": 5671}
+
+Duration = Annotated[timedelta, BeforeValidator(duration_of)]
+
+
+@dataclass(frozen=True)
+class Address:
+    """One broker node and who we are there, decoded."""
+
+    host: str
+    port: int
+    user: str
+    password: str = field(repr=False)
+    vhost: str
+    tls: bool
+
+    def __str__(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+class Settings(BaseSettings):
+    """Read from the environment, `RABBIT_TASKS_<NAME>`, where not given as an argument.
+
+    url                 the broker, or several nodes of it separated by commas, tried in turn:
+                        amqp://user:password@host:port/vhost, amqps:// for TLS. In a URL, write
+                        @ : / % # in passwords and virtual hosts as %40 %3A %2F %25 %23
+    user, password      instead of those in the URL; taken literally, nothing to encode
+    vhost               instead of the one in the URL; likewise
+    tls_ca              file of certificates that signed the broker's (default: the system's)
+    tls_cert, tls_key   this client's own certificate and key, where the broker asks for one
+    tls_check_host      False: do not compare the host's name with the broker's certificate
+    heartbeat           how often both sides say they are alive; a vanished worker is noticed in
+                        about three of them. 1 s to 10 min
+    connect_timeout     for one attempt to connect, over all URLs
+    publish_timeout     for the broker's answer to a publish
+    grace               how long a stopping worker lets the current messages finish
+    reconnect_cap       the longest pause between two attempts to connect
+    error_stack         False: leave stack traces out of message headers
+    worker_name         in logs and histories (default: host name and process id)
+
+    Durations are numbers of seconds or texts such as 500ms, 10s, 5m. Raises ConfigurationError,
+    naming the variable, and never shows a password.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True
+    )
+
+    url: str = DEFAULT_URL
+    user: str | None = None
+    password: SecretStr | None = None
+    vhost: str | None = None
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    tls_check_host: bool = True
+    heartbeat: Annotated[Duration, Field(ge=timedelta(seconds=1), le=timedelta(minutes=10))] = (
+        timedelta(seconds=15)
+    )
+    connect_timeout: Annotated[Duration, Field(gt=timedelta())] = timedelta(seconds=9)
+    publish_timeout: Annotated[Duration, Field(gt=timedelta())] = timedelta(seconds=30)
+    grace: Annotated[Duration, Field(ge=timedelta())] = timedelta(seconds=30)
+    reconnect_cap: Annotated[Duration, Field(gt=timedelta())] = timedelta(seconds=10)
+    error_stack: bool = True
+    worker_name: str | None = None
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            first = error.errors(include_input=False, include_url=False)[0]
+            name = str(first["loc"][0]) if first["loc"] else "?"
+            raise ConfigurationError(
+                f"{PREFIX}{name.upper()}: {first['msg'].removeprefix('Value error, ')}"
+            ) from None
+        self.addresses()
+
+    def changed(self, **values: Any) -> Self:
+        """These settings with the values that are not None put in."""
+        given = {name: value for name, value in values.items() if value is not None}
+        return type(self)(**{**self.model_dump(exclude_unset=True), **given})
+
+    def addresses(self) -> tuple[Address, ...]:
+        """The nodes to try, in order."""
+        urls = [url.strip() for url in self.url.split(",") if url.strip()]
+        if not urls:
+            raise ConfigurationError(f"{PREFIX}URL is empty; write {DEFAULT_URL}")
+        return tuple(self._address(url) for url in urls)
+
+    def _address(self, url: str) -> Address:
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError:
+            port, parts = None, urlsplit("")
+        # An unencoded / or # in a password ends the host part early, an unencoded @ or : moves it.
+        if parts.scheme not in _PORTS or not parts.hostname or parts.query or parts.fragment \
+                or "@" in unquote(parts.hostname) or parts.netloc.count("@") > 1 \
+                or "@" in parts.path:  # fmt: skip
+            raise ConfigurationError(
+                f"{PREFIX}URL is not amqp://user:password@host:port/vhost; encode @ : / % # in "
+                f"passwords and virtual hosts as %40 %3A %2F %25 %23, or set {PREFIX}PASSWORD and "
+                f"{PREFIX}VHOST, which are taken literally"
+            )
+        password = self.password.get_secret_value() if self.password else None
+        return Address(
+            host=parts.hostname,
+            port=port or _PORTS[parts.scheme],
+            user=_first(self.user, parts.username and unquote(parts.username), "guest"),
+            password=_first(password, parts.password and unquote(parts.password), "guest"),
+            # amqp://host and amqp://host/ both mean the default virtual host, as in every client.
+            vhost=_first(self.vhost, unquote(parts.path[1:]), "/"),
+            tls=parts.scheme == "amqps",
+        )
+
+    def tls(self) -> ssl.SSLContext:
+        """The TLS context for amqps; ConfigurationError for files that cannot be used."""
+        for name in ("tls_ca", "tls_cert", "tls_key"):
+            path: Path | None = getattr(self, name)
+            if path is not None and not path.is_file():
+                raise ConfigurationError(f"{PREFIX}{name.upper()}: there is no file {path}")
+        if self.tls_key and not self.tls_cert:
+            raise ConfigurationError(f"{PREFIX}TLS_KEY needs {PREFIX}TLS_CERT, its certificate")
+        try:
+            context = ssl.create_default_context(cafile=self.tls_ca)
+        except ssl.SSLError as error:
+            raise ConfigurationError(
+                f"{PREFIX}TLS_CA: {self.tls_ca} holds no certificate in PEM form ({error.reason})"
+            ) from None
+        context.check_hostname = self.tls_check_host
+        if self.tls_cert:
+            try:
+                context.load_cert_chain(self.tls_cert, self.tls_key, password=lambda: b"")
+            except (ssl.SSLError, OSError) as error:
+                raise ConfigurationError(
+                    f"{PREFIX}TLS_CERT: {self.tls_cert} and its key cannot be used ({error})"
+                ) from None
+        return context
+
+
+def _first(*choices: str | None) -> str:
+    return next(choice for choice in choices if choice)

@@ -1,0 +1,200 @@
+"""The queues, exchanges and bindings of an app: names, arguments, definitions.
+
+Pure: consumers in, a topology out. For a consumer of `images.resize`:
+
+    images.resize                     main: what consumers read
+    images.resize.retry.1.500ms       retry: a copy waits its constant TTL, then goes home
+    images.resize.parked              parked: set aside for a person, bound to parking-lot
+
+Every queue is a quorum queue and every argument is written out, because brokers' defaults differ by
+version. Nothing has a length limit or an expiry of its own: a full or expired queue loses messages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final, Literal
+
+from rabbit_tasks.consumer import Consumer
+from rabbit_tasks.durations import duration_text
+from rabbit_tasks.errors import ConfigurationError
+from rabbit_tasks.retry import MILLISECOND
+
+PARKING_LOT: Final = "parking-lot"
+"""The exchange of all parking queues; a direct one, keyed by main queue."""
+
+# An explicit, very large limit behaves alike on 3.10, 4.0 and 4.3. -1 dead-letters at the first
+# return on 3.10, and none means 20 on 4.x: 21 looks at a parked message would lose it.
+_LOOKED_AT_FOR_EVER: Final = 2_147_483_647
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A durable quorum queue: the main queue of a consumer, or one of those that serve it."""
+
+    name: str
+    role: Literal["main", "retry", "parked"]
+    main: str
+    arguments: Arguments = field(hash=False)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A durable exchange."""
+
+    name: str
+    type: str = "direct"
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What leads from an exchange to a queue."""
+
+    exchange: str
+    queue: str
+    key: str
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Everything an app needs on the broker."""
+
+    queues: tuple[Queue, ...]
+    exchanges: tuple[Exchange, ...]
+    bindings: tuple[Binding, ...]
+
+    def definitions(self) -> str:
+        """RabbitMQ's definitions format for one virtual host, sorted: the same app, the same text.
+
+        It is what the management API takes at `POST /api/definitions/VHOST`.
+        """
+        content = {
+            "exchanges": [
+                {"name": e.name, "type": e.type, "durable": True, "auto_delete": False,
+                 "internal": False, "arguments": {}}
+                for e in sorted(self.exchanges, key=lambda e: e.name)
+            ],
+            "queues": [
+                {"name": q.name, "durable": True, "auto_delete": False, "arguments": q.arguments}
+                for q in sorted(self.queues, key=lambda q: q.name)
+            ],
+            "bindings": [
+                {"source": b.exchange, "destination": b.queue, "destination_type": "queue",
+                 "routing_key": b.key, "arguments": {}}
+                for b in sorted(self.bindings, key=lambda b: (b.exchange, b.queue, b.key))
+            ],
+        }  # fmt: skip
+        return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def retry_queue(main: str, attempt: int, delay: timedelta) -> str:
+    """Where a copy waits after this failed attempt. The delay is in the name: a TTL cannot be
+    changed in place, so a changed policy makes new queues and the old ones drain home."""
+    return f"{main}.retry.{attempt}.{duration_text(delay)}"
+
+
+def parked_queue(main: str) -> str:
+    """Where messages of this main queue are set aside."""
+    return f"{main}.parked"
+
+
+def topology_of(consumers: Iterable[type[Consumer[Any]]]) -> Topology:
+    """The topology of these consumer classes.
+
+    Raises ConfigurationError where two of them need one name, or a name is none the broker takes.
+    """
+    queues: dict[str, Queue] = {}
+    owners: dict[str, type[Consumer[Any]]] = {}
+    bindings = []
+    for consumer in consumers:
+        for queue in _queues(consumer):
+            if queue.name in owners:
+                raise ConfigurationError(_taken(queue, consumer, owners[queue.name]))
+            _check_name(queue, consumer)
+            owners[queue.name] = consumer
+            queues[queue.name] = queue
+        bindings.append(Binding(PARKING_LOT, parked_queue(consumer.queue), consumer.queue))
+    exchanges = (Exchange(PARKING_LOT),) if bindings else ()
+    return Topology(tuple(queues.values()), exchanges, tuple(bindings))
+
+
+def _queues(consumer: type[Consumer[Any]]) -> Iterable[Queue]:
+    main = consumer.queue
+    yield Queue(main, "main", main, {
+        "x-queue-type": "quorum",
+        "x-dead-letter-exchange": PARKING_LOT,
+        "x-dead-letter-routing-key": main,
+        # Without reject-publish the strategy is silently at-most-once (3.10 to 4.3).
+        "x-dead-letter-strategy": "at-least-once",
+        "x-overflow": "reject-publish",
+        "x-delivery-limit": consumer.delivery_limit,
+        # When a consumer's node dies, 4.3 otherwise waits 60 s before it redelivers. Inert before
+        # 4.3, and always sent, so that an upgrade of the broker changes no argument.
+        "x-consumer-disconnected-timeout": 2000,
+    })  # fmt: skip
+    for attempt in range(1, consumer.retry.attempts):
+        for delay in consumer.retry.slots_after(attempt):
+            yield Queue(retry_queue(main, attempt, delay), "retry", main, {
+                "x-queue-type": "quorum",
+                "x-message-ttl": delay // MILLISECOND,
+                "x-dead-letter-exchange": "",
+                "x-dead-letter-routing-key": main,
+                "x-dead-letter-strategy": "at-least-once",
+                "x-overflow": "reject-publish",
+            })  # fmt: skip
+    yield Queue(parked_queue(main), "parked", main, {
+        "x-queue-type": "quorum",
+        "x-delivery-limit": _LOOKED_AT_FOR_EVER,
+    })  # fmt: skip
+
+
+def _check_name(queue: Queue, consumer: type[Consumer[Any]]) -> None:
+    name, where = queue.name, f"{consumer.__name__}.queue"
+    # What the client library can declare; the broker itself takes any UTF-8.
+    strange = re.sub(r"[a-zA-Z0-9 \-_.:@#,/><]", "", name)
+    if strange:
+        raise ConfigurationError(
+            f"{where} {name!r} has {strange[0]!r}; take ASCII letters, digits, spaces and -_.:@#,/><"
+        )
+    if name.startswith("amq."):
+        raise ConfigurationError(f"{where} {name!r}: names in amq. are the broker's own")
+    if len(name) > 255:
+        over = len(name) - 255
+        raise ConfigurationError(
+            f"{where}: its {queue.role} queue's name {name[:40]}… has {len(name)} bytes, AMQP takes "
+            f"255; make the queue's name {over} shorter"
+        )
+
+
+def _taken(queue: Queue, one: type[Consumer[Any]], other: type[Consumer[Any]]) -> str:
+    if queue.name == one.queue == other.queue:
+        return (
+            f"{other.__name__} and {one.__name__} both take queue {queue.name!r}; "
+            "give each its own, or handle both kinds in one consumer"
+        )
+    return (
+        f"{one.__name__} needs queue {queue.name!r} as its {queue.role} queue, but it is "
+        f"{other.__name__}'s too; rename one of the two"
+    )
+
+
+def tree(topology: Topology) -> str:
+    """The topology as text for people."""
+    lines = []
+    for main in (q for q in topology.queues if q.role == "main"):
+        limit = main.arguments["x-delivery-limit"]
+        lines.append(f"{main.name}   (quorum, delivery limit {limit})")
+        served = [q for q in topology.queues if q.main == main.name and q.role != "main"]
+        for queue in served:
+            if queue.role == "retry":
+                delay = duration_text(queue.arguments["x-message-ttl"] * MILLISECOND)
+                lines.append(f"├── {queue.name}   waits {delay}, then back to {main.name}")
+            else:
+                lines.append(f"└── {queue.name}   set aside, by exchange {PARKING_LOT}")
+    return "\n".join(lines)

@@ -1,0 +1,373 @@
+"""Sessions, consuming, stopping.
+
+    Worker.run          one session after another until asked to stop
+    Worker._session     the connection and its slots, until the connection is lost
+    Worker._consume     one slot: a channel with prefetch 1; for each delivery: process
+
+Nothing of a lost session is restored: it is thrown away and the next one starts from nothing. Only
+handlers that still run are kept, for their messages' redelivery to join.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import socket
+import time
+import uuid
+from collections.abc import Callable, Collection
+from contextlib import AsyncExitStack, suppress
+from typing import Any, Final
+
+import aiormq.exceptions as amqp
+import tenacity
+from aiormq.abc import DeliveredMessage
+from aiormq.channel import Channel
+
+from rabbit_tasks import declare
+from rabbit_tasks.app import App
+from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, Publisher, connect, is_cancelled
+from rabbit_tasks.consumer import Consumer
+from rabbit_tasks.delivery import Delivery, DeliveryLost, Handling, Stopping
+from rabbit_tasks.errors import ConnectError, RabbitTasksError, TopologyError
+from rabbit_tasks.isolation import Children
+from rabbit_tasks.settings import Settings
+from rabbit_tasks.topology import topology_of
+from rabbit_tasks.watchdog import Watchdog
+
+log = logging.getLogger("rabbit_tasks")
+
+FIRST_PAUSE: Final = 0.5
+LONGEST_PAUSE: Final = 5.0
+"""Seconds between two tries to consume from a queue, on a connection that lives."""
+HEALTHY: Final = 30.0
+"""Seconds after which a session counts as a success, and the pauses begin small again."""
+LAST_WORDS: Final = 8.0
+"""Seconds after the grace time for settling what is decided and putting back what is not."""
+
+
+class Worker:
+    """Runs the consumers of an app.
+
+    queues      only the consumers of these main queues; none given means all
+    declare     create what is missing at start (needs the configure permission)
+    log_setup   called in child processes of consumers with isolation = "process"
+
+    `run` returns after `stop` and raises for what trying again cannot mend: ConfigurationError,
+    TopologyError at the first session, a permanent ConnectError.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        settings: Settings | None = None,
+        *,
+        queues: Collection[str] = (),
+        declare: bool = False,
+        log_setup: Callable[[], None] | None = None,
+    ) -> None:
+        self._app = app
+        self._settings = settings or Settings()
+        self._consumers = [app.consumer(q) for q in dict.fromkeys(queues)] or list(app.consumers)
+        self._topology = topology_of(type(consumer) for consumer in self._consumers)
+        self._declare = declare
+        self._log_setup = log_setup
+        self._stop = asyncio.Event()
+        self._stop_now = asyncio.Event()
+        self._handlings: list[Handling] = []
+        self._slots: set[asyncio.Task[None]] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
+        self._in_hand: dict[asyncio.Task[None], Delivery] = {}
+        self._worked = False
+        self.name = self._settings.worker_name or f"{socket.gethostname()}:{os.getpid()}"
+
+    def stop(self) -> None:
+        """Take no more messages, finish those in hand within the grace time, and return from `run`.
+
+        Called again: do not wait any longer, put them back now.
+        """
+        if self._stop.is_set():
+            self._stop_now.set()
+        else:
+            log.info("stopping: finishing what is in hand, up to %s", self._settings.grace)
+        self._stop.set()
+
+    async def run(self) -> None:
+        """One session after another until asked to stop; jittered, capped pauses between them."""
+        cap = self._settings.reconnect_cap.total_seconds()
+        async with AsyncExitStack() as stack:
+            publisher = Publisher(self._settings)
+            stack.push_async_callback(publisher.close)
+            for consumer in self._consumers:
+                handling = self._handling(consumer, publisher)
+                stack.callback(handling.close)
+                self._handlings.append(handling)
+                await handling.start()
+            if self._app.lifespan is not None:
+                await stack.enter_async_context(self._app.lifespan())
+            watchdog = Watchdog(self._consumers, self._settings.heartbeat.total_seconds() / 2)
+            watchdog.start()
+            stack.callback(watchdog.stop)
+            stopper = asyncio.create_task(self._put_an_end())
+            stack.push_async_callback(self._finish, stopper)
+            async for attempt in tenacity.AsyncRetrying(
+                retry=tenacity.retry_if_exception(self._worth_another),
+                # Full jitter: workers that lost one broker together do not come back together.
+                wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE, max=cap),
+                sleep=self._pause,
+                before_sleep=_tell_pause,
+                reraise=True,
+            ):
+                with attempt:
+                    started = time.monotonic()
+                    try:
+                        await self._session(publisher)
+                    finally:
+                        if time.monotonic() - started > HEALTHY:
+                            attempt.retry_state.attempt_number = 1
+
+    def _worth_another(self, error: BaseException) -> bool:
+        if isinstance(error, ConnectError):
+            return not error.permanent
+        if isinstance(error, TopologyError):
+            return self._worked  # at the first session it is a deploy without a declare
+        return isinstance(error, Exception) and not isinstance(error, RabbitTasksError)
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+
+    def _handling(self, consumer: Consumer[Any], publisher: Publisher) -> Handling:
+        children = None
+        if consumer.isolation == "process":
+            children = Children(consumer, redact=self._app.redact, log_setup=self._log_setup)
+        return Handling(
+            consumer,
+            publisher=publisher,
+            observers=self._app.observers,
+            redact=self._app.redact,
+            error_stack=self._settings.error_stack,
+            worker=self.name,
+            children=children,
+        )
+
+    # --- a session ------------------------------------------------------------------------------
+
+    async def _session(self, publisher: Publisher) -> None:
+        """Connect, make sure of the queues, consume until the connection is lost or we must stop."""
+        if self._stop.is_set():
+            return
+        connection = await connect(self._settings, f"worker {self.name}")
+        try:
+            await publisher.connect()
+            await self._make_sure(connection)
+            for handling in self._handlings:
+                for number in range(handling.kind.concurrency):
+                    slot = asyncio.create_task(self._slot(connection, handling, number))
+                    self._slots.add(slot)
+                    slot.add_done_callback(self._slots.discard)
+            queues = ", ".join(handling.kind.queue for handling in self._handlings)
+            log.info(
+                "connected to RabbitMQ %s: %d slots on %s",
+                connection.server_version, len(self._slots), queues,
+                extra={"fields": {"worker": self.name, "slots": len(self._slots)}},
+            )  # fmt: skip
+            self._worked = True
+            await _all_of(self._slots)
+            if not self._stop.is_set():
+                code, text = connection.close_reason or (0, "")
+                raise ConnectError(f"connection lost{f': {code} {text}' if code else ''}")
+        except asyncio.CancelledError:
+            self.stop()
+            self.stop()
+            await _all_of(self._slots)
+            raise
+        finally:
+            await connection.end()
+
+    async def _make_sure(self, connection: Connection) -> None:
+        if self._declare:
+            for name in await declare.declare(connection, self._topology):
+                log.info("created %s", name)
+        elif absent := await declare.missing(connection, self._topology):
+            raise TopologyError(f"missing: {', '.join(absent)}; create them: {declare.COMMAND}")
+
+    async def _slot(self, connection: Connection, handling: Handling, number: int) -> None:
+        """Consume on one channel after another, as long as the connection lives."""
+        failures = 0
+        while not (connection.is_lost or self._stop.is_set()):
+            started = time.monotonic()
+            try:
+                why = await self._consume(connection, handling)
+            except (*LOST, amqp.AMQPError, TimeoutError) as error:
+                why = " ".join(str(part) for part in error.args if part) or repr(error)
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
+                why = "the channel was closed"
+            except Exception:
+                # Ours to mend. The broker counts the delivery, and parks a message that does this
+                # every time; the other slots go on.
+                log.exception("%s: fault in rabbit_tasks, please report it", handling.kind.queue)
+                why = "fault in rabbit_tasks"
+            if connection.is_lost or self._stop.is_set():
+                return
+            failures = 0 if time.monotonic() - started > HEALTHY else min(failures + 1, 10)
+            pause = random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2**failures))
+            if number == 0:  # the others of this queue wait for the same thing
+                log.warning(
+                    "%s: not consuming (%s); again in %.1f s", handling.kind.queue, why, pause
+                )
+            await self._pause(pause)
+            if self._declare and number == 0 and not connection.is_lost:
+                with suppress(TopologyError, ConnectError):
+                    await declare.declare(connection, self._topology)
+
+    async def _consume(self, connection: Connection, handling: Handling) -> str:
+        """A channel with prefetch 1 and a fresh tag; for each delivery: process.
+
+        Returns why the channel is of no more use. A handler that still runs goes on without it.
+        """
+        queue = handling.kind.queue
+        channel = await connection.open()
+        deliveries: asyncio.Queue[Delivery | None] = asyncio.Queue()
+        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def on_message(message: DeliveredMessage) -> None:
+            deliveries.put_nowait(Delivery.of(message))
+
+        def end(why: str) -> None:
+            if not ended.done():
+                ended.set_result(why)
+
+        channel.on_consumer_cancel_callbacks.add(
+            lambda _: end(
+                f"consumer cancelled by the broker; is the queue there? {declare.COMMAND}"
+            )
+        )
+        closing = channel.closing
+        closing.add_done_callback(lambda future: end(_why_closed(future)))
+        pump = asyncio.create_task(self._pump(deliveries, handling))
+        self._pumps.add(pump)
+        pump.add_done_callback(self._pump_ended)
+        stopping = asyncio.create_task(self._stop.wait())
+        tag = f"rabbit-tasks.{uuid.uuid4().hex}"
+        try:
+            await channel.basic_qos(prefetch_count=1, timeout=RPC_TIMEOUT)
+            await channel.basic_consume(queue, on_message, consumer_tag=tag, timeout=RPC_TIMEOUT)
+            first: list[asyncio.Future[Any]] = [ended, stopping, pump]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            if pump.done() and not ended.done():
+                pump.result()  # it never ends by itself: a fault of ours, for the session to raise
+            if not ended.done():
+                await self._leave(channel, tag, deliveries, pump)
+            return ended.result() if ended.done() else "stopped"
+        finally:
+            stopping.cancel()
+            self._lose(pump, deliveries, handling)
+            if not channel.is_closed:
+                with suppress(Exception):
+                    await channel.close(timeout=RPC_TIMEOUT)
+
+    async def _leave(
+        self,
+        channel: Channel,
+        tag: str,
+        deliveries: asyncio.Queue[Delivery | None],
+        pump: asyncio.Task[None],
+    ) -> None:
+        """Stop consuming, and keep the channel until the message in hand is settled.
+
+        The channel's own close comes last and is answered last: so the acks before it are through.
+        """
+        with suppress(TimeoutError, *LOST):
+            await channel.basic_cancel(tag, timeout=RPC_TIMEOUT)
+        deliveries.put_nowait(None)
+        await asyncio.wait([pump])
+
+    def _lose(
+        self,
+        pump: asyncio.Task[None],
+        deliveries: asyncio.Queue[Delivery | None],
+        handling: Handling,
+    ) -> None:
+        """The channel is of no more use: what it brought belongs to the broker again."""
+        while not deliveries.empty():
+            if (waiting := deliveries.get_nowait()) is not None:
+                waiting.lost = True
+        deliveries.put_nowait(None)
+        if (delivery := self._in_hand.get(pump)) is not None:
+            handling.runs.orphan(delivery)
+
+    async def _pump(self, deliveries: asyncio.Queue[Delivery | None], handling: Handling) -> None:
+        """Process the deliveries of one channel, one at a time."""
+        pump = asyncio.current_task()
+        assert pump is not None
+        while (delivery := await deliveries.get()) is not None:
+            # Kept until the next one comes: an ack that was lost on its way makes the broker deliver
+            # a message again whose run has just ended.
+            self._in_hand[pump] = delivery
+            try:
+                await handling.process(delivery)
+            except DeliveryLost:
+                log.info(
+                    "%s: connection lost with message %s in hand; its redelivery goes on from here",
+                    handling.kind.queue, delivery.properties.text("message_id"),
+                )  # fmt: skip
+                return
+            except Stopping:
+                return
+
+    def _pump_ended(self, pump: asyncio.Task[None]) -> None:
+        self._pumps.discard(pump)
+        self._in_hand.pop(pump, None)
+        if not pump.cancelled() and (error := pump.exception()) is not None:
+            log.debug("a pump ended by %r", error)  # its slot raises it, or has left it behind
+
+    # --- stopping -------------------------------------------------------------------------------
+
+    async def _put_an_end(self) -> None:
+        """After the grace time: cancel what is not decided, give the rest time, then let go."""
+        await self._stop.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.grace.total_seconds()):
+                await self._stop_now.wait()
+        for handling in self._handlings:
+            handling.stopping.set()
+        for pump in self._pumps:
+            delivery = self._in_hand.get(pump)
+            if delivery is None or not delivery.settling:
+                pump.cancel()
+        await asyncio.sleep(LAST_WORDS)
+        for task in (*self._pumps, *self._slots):
+            task.cancel()
+
+    async def _finish(self, stopper: asyncio.Task[None]) -> None:
+        """Handlers whose connection was lost end like the others: in time, or cancelled."""
+        if not self._stop.is_set():
+            self.stop()
+            self.stop()
+        await _all_of(self._pumps)
+        stopper.cancel()
+
+
+async def _all_of(tasks: set[asyncio.Task[None]]) -> None:
+    if tasks:
+        await asyncio.wait(set(tasks))
+
+
+def _why_closed(closing: asyncio.Future[Any]) -> str:
+    error = None if closing.cancelled() else closing.exception()
+    return " ".join(str(part) for part in error.args if part) if error else "the channel was closed"
+
+
+def _tell_pause(state: tenacity.RetryCallState) -> None:
+    error = state.outcome.exception() if state.outcome else None
+    pause = state.next_action.sleep if state.next_action else 0.0
+    if isinstance(error, RabbitTasksError | OSError | amqp.AMQPError | TimeoutError):
+        log.warning("%s; next try in %.1f s", error or repr(error), pause)
+    else:
+        log.error("fault in rabbit_tasks, please report it", exc_info=error)
