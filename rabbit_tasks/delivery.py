@@ -366,7 +366,7 @@ class Handling:
         message_id = uuid.uuid4().hex
         async for attempt in tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type((PublishError, ConnectError)),
-            wait=tenacity.wait_exponential_jitter(initial=0.5, max=30, jitter=0.5),
+            wait=tenacity.wait_exponential(multiplier=0.5, max=30) + tenacity.wait_random(0, 0.5),
             sleep=self._hold,
             before_sleep=partial(self._tell_held, delivery),
         ):

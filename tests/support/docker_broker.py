@@ -1,0 +1,16 @@
+"""stop, start, kill, freeze or thaw a container: `docker_broker.py CONTAINER API VERB`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+VERBS = {"stop": "stop", "start": "start", "kill": "kill", "freeze": "pause", "thaw": "unpause"}
+
+if __name__ == "__main__":
+    container, api, verb = sys.argv[1:]
+    subprocess.run(["docker", VERBS[verb], container], check=True)
+    if verb == "start":
+        from tests.support.brokers import wait_for_api
+
+        wait_for_api(api)

@@ -1,0 +1,103 @@
+"""Real worker processes, and what they wrote down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.support.brokers import ROOT
+
+
+class WorkerProcess:
+    """`rabbit-tasks work` in a process of its own, in its own process group."""
+
+    def __init__(self, url: str, folder: Path, *arguments: str, app: str, **env: str) -> None:
+        self.log_path = folder / f"worker-{time.monotonic_ns()}.log"
+        self._log = self.log_path.open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rabbit_tasks", "--app", app, "work", "--log-format", "json",
+             *arguments],
+            cwd=ROOT,
+            env={**os.environ, "RABBIT_TASKS_URL": url, **env},
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def lines(self) -> list[dict[str, Any]]:
+        """The log's JSON lines; others are the handlers' own prints."""
+        return [json.loads(line) for line in self.log.splitlines() if line.startswith("{")]
+
+    def ready(self, within: float = 30) -> WorkerProcess:
+        """Wait until it consumes."""
+        wait_until(lambda: "connected to RabbitMQ" in self.log or not self.is_running, within)
+        assert self.is_running, self.log
+        return self
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def wait(self, within: float = 60) -> int:
+        return self._process.wait(within)
+
+    def terminate(self, within: float = 60) -> int:
+        """SIGTERM and wait; the exit code."""
+        self.signal(signal.SIGTERM)
+        return self.wait(within)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.wait(10)
+
+    def end(self) -> None:
+        """After the test: nothing of it is left."""
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait(10)
+        self._log.close()
+
+
+class Runs:
+    """What the handlers of tests.support.obedient wrote down."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def all(self, event: str = "start", message_id: str | None = None) -> list[dict[str, Any]]:
+        if not self.path.exists():
+            return []
+        rows = [json.loads(line) for line in self.path.read_text().splitlines()]
+        return [row for row in rows if row["event"] == event and message_id in (None, row["id"])]
+
+    def attempts(self, message_id: str) -> list[int]:
+        """The attempt numbers of the runs that started, in order."""
+        return [row["attempt"] for row in self.all("start", message_id)]
+
+
+def wait_until(condition: Callable[[], object], within: float = 10, every: float = 0.02) -> None:
+    """Return when the condition holds; AssertionError when it does not in time."""
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within} s: {condition}"
+        time.sleep(every)
