@@ -125,12 +125,14 @@ class Delivery:
 class Run:
     """One run of a handler in this process: usually of one delivery, of two where one was lost."""
 
-    __slots__ = ("copied", "lost_at", "outcome", "owned", "seconds", "when")
+    __slots__ = ("copied", "free", "lost_at", "outcome", "owned", "seconds", "when")
 
     def __init__(self) -> None:
         self.outcome: Outcome | None = None
         self.copied = False
-        self.owned: asyncio.Future[None] | None = None
+        self.owned = False
+        """A delivery is being processed by it now."""
+        self.free: asyncio.Future[None] | None = None
         self.when = 0.0
         self.seconds = 0.0
         self.lost_at = 0.0
@@ -154,8 +156,6 @@ class Runs:
         if run is None or delivery.properties.text("message_id") is None:
             return
         run.lost_at = time.monotonic()
-        if run.owned is None:
-            run.owned = asyncio.get_running_loop().create_future()
         self._orphans.setdefault(_identity(delivery), deque()).append(run)
         for key, runs in list(self._orphans.items()):
             while runs and runs[0].lost_at < run.lost_at - ORPHANS_KEPT:
@@ -172,17 +172,21 @@ class Runs:
                 run = runs.popleft()
                 if not runs:
                     del self._orphans[key]
-                delivery.run = run
-                if run.owned is not None:
-                    await asyncio.wait([run.owned])
-                    run.owned = None
         delivery.run = run
+        while run.owned:
+            run.free = run.free or asyncio.get_running_loop().create_future()
+            await asyncio.wait([run.free])
+            if delivery.lost:  # lost once more while it waited: the run is for the next twin
+                raise DeliveryLost
+        run.owned = True
         return run
 
     def release(self, run: Run) -> None:
         """Whoever worked on the run is through with it."""
-        if run.owned is not None and not run.owned.done():
-            run.owned.set_result(None)
+        run.owned = False
+        if run.free is not None:
+            run.free.set_result(None)
+            run.free = None
 
 
 def _identity(delivery: Delivery) -> bytes:
@@ -244,8 +248,9 @@ class Handling:
         Raises DeliveryLost where the broker has the message again, and Stopping or CancelledError
         where the worker must go: then the message was put back.
         """
-        run = await self.runs.take(delivery)
+        run: Run | None = None
         try:
+            run = await self.runs.take(delivery)
             if run.outcome is None:
                 async with self._permits:
                     run.outcome = await self.attempt(delivery, run)
@@ -257,12 +262,16 @@ class Handling:
         except DeliveryLost:
             self.runs.orphan(delivery)
             raise
-        except (asyncio.CancelledError, Stopping):
-            if not run.copied:
+        except Stopping:
+            await self._put_back(delivery)
+            raise
+        except asyncio.CancelledError:
+            if not delivery.settling:  # else its copy may be on its way
                 await self._put_back(delivery)
             raise
         finally:
-            self.runs.release(run)
+            if run is not None:
+                self.runs.release(run)
         self._report(delivery, run)
 
     async def attempt(self, delivery: Delivery, run: Run) -> Outcome:
@@ -276,10 +285,8 @@ class Handling:
                 return await self._children.attempt(message)
             await self._handle(consumers.decode(self.kind, delivery.body), message)
             return Done()
-        except GeneratorExit:  # the event loop is going away
-            raise
         except BaseException as error:  # even SystemExit: a message must not take the worker down
-            if isinstance(error, asyncio.CancelledError) and is_cancelled():
+            if _ends_us(error):
                 raise
             return self.consumer.retry.after_failure(message.attempt, error, draw=random.random())
         finally:
@@ -457,6 +464,13 @@ class Handling:
                 observer(settled)
             except BaseException as error:  # (the delivery is settled, whatever it raises)
                 log.error("observer %r raised %r", observer, error)
+
+
+def _ends_us(error: BaseException) -> bool:
+    """Whether it came from outside the handler: our task is cancelled, or its loop is gone."""
+    if isinstance(error, GeneratorExit):
+        return asyncio._get_running_loop() is None  # noqa: SLF001 (get_running_loop raises)
+    return isinstance(error, asyncio.CancelledError) and is_cancelled()
 
 
 def _call(consumer: Consumer[Any], body: Any, message: Message) -> BaseException | None:

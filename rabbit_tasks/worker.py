@@ -28,10 +28,23 @@ from aiormq.channel import Channel
 
 from rabbit_tasks import declare
 from rabbit_tasks.app import App
-from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, Publisher, connect, is_cancelled
+from rabbit_tasks.broker import (
+    CLOSE_TIMEOUT,
+    LOST,
+    RPC_TIMEOUT,
+    Connection,
+    Publisher,
+    connect,
+    is_cancelled,
+)
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.delivery import Delivery, DeliveryLost, Handling, Stopping
-from rabbit_tasks.errors import ConnectError, RabbitTasksError, TopologyError
+from rabbit_tasks.errors import (
+    ConfigurationError,
+    ConnectError,
+    RabbitTasksError,
+    TopologyError,
+)
 from rabbit_tasks.isolation import Children
 from rabbit_tasks.settings import Settings
 from rabbit_tasks.topology import topology_of
@@ -71,6 +84,10 @@ class Worker:
         self._app = app
         self._settings = settings or Settings()
         self._consumers = [app.consumer(q) for q in dict.fromkeys(queues)] or list(app.consumers)
+        if not self._consumers:
+            raise ConfigurationError(
+                f"app {app.name} has no consumers: there is nothing to work on"
+            )
         self._topology = topology_of(type(consumer) for consumer in self._consumers)
         self._declare = declare
         self._log_setup = log_setup
@@ -181,6 +198,8 @@ class Worker:
                 code, text = connection.close_reason or (0, "")
                 raise ConnectError(f"connection lost{f': {code} {text}' if code else ''}")
         except asyncio.CancelledError:
+            if not is_cancelled():
+                raise ConnectError("connection lost") from None
             self.stop()
             self.stop()
             await _all_of(self._slots)
@@ -270,7 +289,7 @@ class Worker:
             self._lose(pump, deliveries, handling)
             if not channel.is_closed:
                 with suppress(Exception):
-                    await channel.close(timeout=RPC_TIMEOUT)
+                    await channel.close(timeout=CLOSE_TIMEOUT)
 
     async def _leave(
         self,
@@ -284,7 +303,7 @@ class Worker:
         The channel's own close comes last and is answered last: so the acks before it are through.
         """
         with suppress(TimeoutError, *LOST):
-            await channel.basic_cancel(tag, timeout=RPC_TIMEOUT)
+            await channel.basic_cancel(tag, timeout=CLOSE_TIMEOUT)
         deliveries.put_nowait(None)
         await asyncio.wait([pump])
 
