@@ -465,8 +465,7 @@ class Publisher:
     async def send(self, exchange: str, key: str, body: bytes, properties: Properties) -> None:
         """Publish with confirm and mandatory; a returned or refused message is an error.
 
-        Returns when the broker has confirmed. Raises PublishError, or ConnectError where there is
-        no connection to be had.
+        Returns when the broker has confirmed. Raises PublishError.
         """
         mark = _mark(properties)
         # The library finds returned messages by their id. With one id twice in flight on a channel
@@ -510,16 +509,20 @@ class Publisher:
             if sent:
                 raise Unconfirmed(f"{where}: not confirmed {waited}; it may be stored") from None
             raise Unconfirmed(
-                f"{where}: the broker held us back and nothing was sent {waited}; look for a memory "
-                "or disk alarm: rabbitmq-diagnostics alarms",
+                f"{where}: nothing was sent {waited}; if the broker is up, it holds publishers back: "
+                "rabbitmq-diagnostics alarms",
                 maybe_stored=False,
             ) from None
+        except ConnectError as error:
+            raise Unconfirmed(f"{where}: nothing was sent, {error}", maybe_stored=False) from error
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
-            raise Unconfirmed(f"{where}: connection lost before the confirm") from None
+            raise Unconfirmed(
+                f"{where}: connection lost before the confirm", maybe_stored=sent
+            ) from None
         except (amqp.AMQPError, OSError, RuntimeError) as error:
-            raise _refusal(where, exchange, error) from None
+            raise _refusal(where, exchange, error, sent=sent) from None
 
     async def _channel(self, exchange: str) -> tuple[Connection, Channel]:
         connection, channel = self._connection, self._channels.get(exchange)
@@ -533,7 +536,7 @@ class Publisher:
         return connection, channel
 
 
-def _refusal(where: str, exchange: str, error: Exception) -> PublishError | ConnectError:
+def _refusal(where: str, exchange: str, error: Exception, *, sent: bool) -> PublishError:
     text = " ".join(str(part) for part in error.args if part is not None)
     declare = "rabbit-tasks topology declare"
     match error:
@@ -550,7 +553,8 @@ def _refusal(where: str, exchange: str, error: Exception) -> PublishError | Conn
             return Refused(f"{where}: {text}; give the user write permission on it")
         case amqp.ChannelPreconditionFailed():
             return Refused(f"{where}: {text}")
-    return Unconfirmed(f"{where}: connection lost before the confirm ({text or error!r})")
+    lost = f"{where}: connection lost before the confirm ({text or error!r})"
+    return Unconfirmed(lost, maybe_stored=sent)
 
 
 def _encode(to: type[Consumer[Any]] | Consumer[Any] | str, body: object) -> tuple[str, bytes, str]:
