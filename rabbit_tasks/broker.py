@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
+from operator import length_hint
 from typing import Any, Final, TypeVar, overload
 
 import aio_pika
@@ -446,16 +447,17 @@ class Publisher:
         failures: list[BaseException] = []
 
         async def pump() -> None:
-            for i, body in remaining:
+            while not failures:
                 try:
+                    i, body = next(remaining)
                     ids[i] = await self.publish(to, body, headers=headers, **properties)
+                except StopIteration:
+                    return
                 except Exception as failure:
                     failures.append(failure)
-                if failures:
-                    return
 
         async with asyncio.TaskGroup() as pumps:
-            for _ in range(max(1, window)):
+            for _ in range(max(1, min(window, length_hint(bodies, window)))):
                 pumps.create_task(pump())
         if failures:
             failures[0].add_note(f"{len(ids)} were confirmed before this one")
