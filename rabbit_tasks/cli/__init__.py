@@ -51,7 +51,7 @@ def options(
         str | None,
         typer.Option(
             metavar="MODULE:ATTRIBUTE",
-            help="The app. Else RABBIT_TASKS_APP, else [tool.rabbit_tasks] app in pyproject.toml.",
+            help="The app. Else RABBIT_TASKS_APP, else app of tool.rabbit_tasks in pyproject.toml.",
         ),
     ] = None,
     url: Annotated[
