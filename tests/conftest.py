@@ -16,6 +16,7 @@ from rabbit_tasks.broker import Connection, Publisher, connect
 from rabbit_tasks.declare import declare
 from rabbit_tasks.settings import Settings
 from tests.support.brokers import Broker, any_broker
+from tests.support.inprocess import Running
 from tests.support.workers import Runs, WorkerProcess
 
 
@@ -70,6 +71,23 @@ def declared(settings: Settings) -> Callable[[App], Awaitable[None]]:
         await connection.end()
 
     return make
+
+
+@pytest.fixture
+async def run(
+    settings: Settings, declared: Callable[[App], Awaitable[None]]
+) -> AsyncIterator[Callable[[App], Awaitable[Running]]]:
+    """Declare an app and run a worker of it in this process, until the test ends."""
+    started: list[Running] = []
+
+    async def start(app: App) -> Running:
+        await declared(app)
+        started.append(Running(app, settings))
+        return started[-1]
+
+    yield start
+    for running in started:
+        await running.drop()
 
 
 @pytest.fixture
