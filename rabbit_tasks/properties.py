@@ -52,14 +52,15 @@ _NUMBERS: Final = {"b": ">b", "B": ">B", "s": ">h", "u": ">H", "I": ">i", "i": "
                    "L": ">Q", "f": ">f", "d": ">d"}  # fmt: skip
 
 Table = list[tuple[bytes, bytes]]
-"""A field table's entries: name and value, the value with its type tag, both as they came."""
+"""A field table's entries: a name with its length and a value with its type tag, as they came."""
 
 
 class Properties:
     """One message's property list.
 
-    Immutable. Made from bytes by `decode` (which accepts whatever a broker can send) or from Python
-    values by `of`; `encode` gives the bytes back unchanged.
+    Immutable. Made from bytes by `decode` or from Python values by `of`; `encode` gives the bytes
+    back unchanged. Reading never raises, whatever the bytes: a message that cannot be read could
+    be neither parked nor acked, and would take one worker after another down.
     """
 
     __slots__ = ("_fields", "_raw", "_table")
@@ -71,19 +72,20 @@ class Properties:
 
     @classmethod
     def decode(cls, raw: bytes) -> Properties:
-        """Read a property list: the flag word and what follows it."""
+        """Read a property list: the flag word and what follows it, as far as it goes."""
         fields: dict[str, bytes] = {}
-        (flags,) = struct.unpack_from(">H", raw)
-        at = 2
+        flags, at = int.from_bytes(raw[:2], "big"), 2
         for name, kind, flag in _FLAGS:
             if not flags & flag:
                 continue
             if kind == "s":
-                end = at + 1 + raw[at]
+                end = at + 1 + int.from_bytes(raw[at : at + 1], "big")
             elif kind == "F":
                 end = at + 4 + int.from_bytes(raw[at : at + 4], "big")
             else:
                 end = at + (8 if kind == "T" else 1)
+            if end > len(raw):
+                break
             fields[name] = raw[at:end]
             at = end
         return cls(fields, raw)
@@ -133,7 +135,7 @@ class Properties:
 
     def header(self, name: str) -> Any:
         """One header's value, or None where it is absent (or null)."""
-        wanted = name.encode()
+        wanted = _short(name, "header name")
         for key, value in self.table:
             if key == wanted:
                 return _read(value)
@@ -173,12 +175,13 @@ class Properties:
         ours = _entries(headers)
         taken = {key for key, _ in ours}
         kept = [e for e in self.table if e[0] not in taken and not without(_name(e[0]))]
-        fields["headers"] = _pack_table(kept + ours)
+        # Ours first: what follows a value of unknown length is never found again.
+        fields["headers"] = _pack_table(ours + kept)
         return Properties(fields)
 
 
 def _name(key: bytes) -> str:
-    return key.decode("utf-8", "backslashreplace")
+    return key[1:].decode("utf-8", "backslashreplace")
 
 
 def _when(seconds: int) -> datetime | int:
@@ -199,9 +202,9 @@ def _unpack_table(raw: bytes) -> Table:
         end = _end(raw, start)
         if end is None:
             # A tag we do not know has no known length. What is left travels as one entry.
-            entries.append((raw[at + 1 : start], raw[start:]))
+            entries.append((raw[at:start], raw[start:]))
             break
-        entries.append((raw[at + 1 : start], raw[start:end]))
+        entries.append((raw[at:start], raw[start:end]))
         at = end
     return entries
 
@@ -222,7 +225,9 @@ def _end(raw: bytes, at: int) -> int | None:
 
 def _read(value: bytes, depth: int = 0) -> Any:
     """A tagged value as a Python value; what cannot be read is its bytes."""
-    tag, body = chr(value[0]) if value else "V", value[1:]
+    if _end(value, 0) != len(value):
+        return value
+    tag, body = chr(value[0]), value[1:]
     if tag == "S":
         try:
             return body[4:].decode()
@@ -238,20 +243,18 @@ def _read(value: bytes, depth: int = 0) -> Any:
         return _when(int.from_bytes(body, "big"))
     if tag == "D":
         return Decimal(int.from_bytes(body[1:], "big", signed=True)).scaleb(-body[0])
-    if tag in ("V", "\0"):
+    if tag in "V\0":
         return None
     if depth > 100:  # nesting is the publisher's to choose, our stack is not
         return value
     if tag == "F":
         return {_name(key): _read(item, depth + 1) for key, item in _unpack_table(body[4:])}
-    if tag == "A":
-        items, at, raw = [], 0, body[4:]
-        while at < len(raw):
-            end = _end(raw, at) or len(raw)
-            items.append(_read(raw[at:end], depth + 1))
-            at = end
-        return items
-    return value
+    items, at, raw = [], 0, body[4:]
+    while at < len(raw):
+        end = _end(raw, at) or len(raw)
+        items.append(_read(raw[at:end], depth + 1))
+        at = end
+    return items
 
 
 # --- writing ------------------------------------------------------------------------------------
@@ -262,35 +265,46 @@ def _field(name: str, kind: str, value: Any) -> bytes:
         return _short(value, f"property {name}")
     if kind == "T":
         return _timestamp(value, f"property {name}")
-    if not 0 <= value <= 255:
-        raise ValueError(f"property {name} must be from 0 to 255, not {value}")
+    if not isinstance(value, int) or not 0 <= value <= 255:
+        raise ValueError(f"property {name} must be from 0 to 255, not {value!r}")
     return bytes([value])
 
 
 def _short(value: str, what: str) -> bytes:
-    raw = value.encode()
+    raw = _utf8(value, what)
     if len(raw) > 255:
         raise ValueError(f"{what} has {len(raw)} bytes, AMQP takes 255")
     return bytes([len(raw)]) + raw
 
 
+def _utf8(value: str, what: str) -> bytes:
+    if not isinstance(value, str):
+        raise ValueError(f"{what} is {value!r}, not text")
+    try:
+        return value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} has a lone surrogate, which UTF-8 cannot carry") from None
+
+
 def _timestamp(value: datetime, what: str) -> bytes:
-    seconds = int(value.replace(tzinfo=value.tzinfo or UTC).timestamp())
+    if not isinstance(value, datetime):
+        raise ValueError(f"{what} is {value!r}, not a datetime")
+    seconds = value.replace(tzinfo=value.tzinfo or UTC).timestamp()
     if seconds < 0:
         raise ValueError(f"{what} is before 1970, which AMQP cannot carry")
-    return seconds.to_bytes(8, "big")
+    return int(seconds).to_bytes(8, "big")
 
 
 def _entries(headers: Mapping[str, Any], what: str = "header") -> Table:
     entries = []
     for key, value in headers.items():
-        name = _short(key, f"{what} name")[1:]
+        name = _short(key, f"{what} name")
         entries.append((name, _write(value, f"{what} {key}")))
     return entries
 
 
 def _pack_table(entries: Table) -> bytes:
-    body = b"".join(bytes([len(key)]) + key + value for key, value in entries)
+    body = b"".join(key + value for key, value in entries)
     return len(body).to_bytes(4, "big") + body
 
 
@@ -313,7 +327,7 @@ def _write(value: Any, what: str) -> bytes:
             # The broker answers inf and nan by closing the connection (541, 3.10 to 4.3).
             raise ValueError(f"{what} is {value}, which AMQP cannot carry")
         case str():
-            return _long(b"S", value.encode())
+            return _long(b"S", _utf8(value, what))
         case bytes() | bytearray():
             return _long(b"x", bytes(value))
         case datetime():
@@ -333,11 +347,13 @@ def _long(tag: bytes, raw: bytes) -> bytes:
 
 
 def _decimal(value: Decimal, what: str) -> bytes:
-    exponent = value.as_tuple().exponent
+    sign, digits, exponent = value.as_tuple()
     if not isinstance(exponent, int):
         raise ValueError(f"{what} is {value}, which AMQP cannot carry")
-    scale = max(0, -exponent)
-    unscaled = int(value.scaleb(scale))
+    scale, zeros = max(0, -exponent), max(0, exponent)
+    # (1E+999999999 is a short Decimal and an integer of 400 MB.)
+    unscaled = int("".join(map(str, digits))) * 10**zeros if len(digits) + zeros < 12 else 2**31
+    unscaled *= -1 if sign else 1
     if scale > 255 or not -(2**31) <= unscaled < 2**31:
         raise ValueError(f"{what} is {value}; AMQP decimals have 32 bits and 255 places")
     return bytes([scale]) + unscaled.to_bytes(4, "big", signed=True)
