@@ -17,9 +17,9 @@ import random
 import socket
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack, suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import aiormq.exceptions as amqp
 import tenacity
@@ -49,6 +49,8 @@ from rabbit_tasks.isolation import Children
 from rabbit_tasks.settings import Settings
 from rabbit_tasks.topology import topology_of
 from rabbit_tasks.watchdog import Watchdog
+
+T = TypeVar("T")
 
 log = logging.getLogger("rabbit_tasks")
 
@@ -117,13 +119,9 @@ class Worker:
         async with AsyncExitStack() as stack:
             publisher = Publisher(self._settings)
             stack.push_async_callback(publisher.close)
-            for consumer in self._consumers:
-                handling = self._handling(consumer, publisher)
-                stack.callback(handling.close)
-                self._handlings.append(handling)
-                await handling.start()
-            if self._app.lifespan is not None:
-                await stack.enter_async_context(self._app.lifespan())
+            await self._unless_stopped(self._set_up(stack, publisher))
+            if self._stop.is_set():
+                return
             watchdog = Watchdog(self._consumers, self._settings.heartbeat.total_seconds() / 2)
             watchdog.start()
             stack.callback(watchdog.stop)
@@ -157,6 +155,36 @@ class Worker:
             async with asyncio.timeout(seconds):
                 await self._stop.wait()
 
+    async def _set_up(self, stack: AsyncExitStack, publisher: Publisher) -> None:
+        for consumer in self._consumers:
+            handling = self._handling(consumer, publisher)
+            stack.callback(handling.close)
+            self._handlings.append(handling)
+            await handling.start()
+        if self._app.lifespan is not None:
+            await stack.enter_async_context(self._app.lifespan())
+
+    async def _unless_stopped(self, work: Awaitable[T]) -> T | None:
+        """The result; None where we were asked to stop first, and the work was given up."""
+        limit = asyncio.timeout(None)
+
+        def give_up(asked: asyncio.Task[Any]) -> None:
+            with suppress(RuntimeError):  # the work has just ended by itself
+                if not asked.cancelled():
+                    limit.reschedule(asyncio.get_running_loop().time())
+
+        asked = asyncio.create_task(self._stop.wait())
+        asked.add_done_callback(give_up)
+        try:
+            async with limit:  # not a task of its own: a lifespan is left by the task that entered
+                return await work
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            return None
+        finally:
+            asked.cancel()
+
     def _handling(self, consumer: Consumer[Any], publisher: Publisher) -> Handling:
         children = None
         if consumer.isolation == "process":
@@ -175,12 +203,14 @@ class Worker:
 
     async def _session(self, publisher: Publisher) -> None:
         """Connect, make sure of the queues, consume until the connection is lost or we must stop."""
-        if self._stop.is_set():
+        connection = await self._unless_stopped(connect(self._settings, f"worker {self.name}"))
+        if connection is None:
             return
-        connection = await connect(self._settings, f"worker {self.name}")
         try:
-            await publisher.connect()
-            await self._make_sure(connection)
+            await self._unless_stopped(publisher.connect())
+            await self._unless_stopped(self._make_sure(connection))
+            if self._stop.is_set():
+                return
             for handling in self._handlings:
                 for number in range(handling.kind.concurrency):
                     slot = asyncio.create_task(self._slot(connection, handling, number))
@@ -367,8 +397,8 @@ class Worker:
     async def _finish(self, stopper: asyncio.Task[None]) -> None:
         """Handlers whose connection was lost end like the others: in time, or cancelled."""
         if not self._stop.is_set():
-            self.stop()
-            self.stop()
+            self._stop.set()
+            self._stop_now.set()
         await _all_of(self._pumps)
         stopper.cancel()
 
