@@ -7,12 +7,14 @@ must not hurt the others (no shared queue or lock), and a child is asked once pe
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
 import multiprocessing
 import os
 import pickle
 import random
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +31,7 @@ from rabbit_tasks.retry import Done, Outcome, Parked, RetryAfter
 
 # Not fork: the parent has threads and an event loop, of which a forked child gets a broken half.
 _SPAWN: Final = multiprocessing.get_context("spawn")
+_PR_SET_PDEATHSIG: Final = 1
 
 
 class ChildDied(Exception):
@@ -185,6 +188,10 @@ def _serve(pipe: Connection, crossing: bytes) -> None:
 
 def _end_with_parent() -> None:
     """A worker that was killed must not leave a handler running beside its redelivery."""
+    if sys.platform == "linux":
+        # The kernel does it even where the handler never lets this thread run, as a bad regular
+        # expression does not.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])
