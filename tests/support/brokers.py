@@ -99,6 +99,11 @@ class Broker:
             {"configure": configure, "write": write, "read": read},
         )
 
+    def delete(self, vhost: str, *path: str) -> None:
+        """Behind everybody's back: ("queues", NAME), ("exchanges", NAME), or a binding's path."""
+        kind, *names = (quote(part, safe="") for part in path)
+        self.api("DELETE", "/".join(["", kind, quote(vhost, safe=""), *names]))
+
     def close_connections(self, vhost: str) -> int:
         """As an operator would in the management page; how many there were."""
         closed = 0

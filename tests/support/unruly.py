@@ -1,0 +1,95 @@
+"""Apps that misbehave in ways of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from rabbit_tasks import App, Consumer, Message
+from tests.support.obedient import record
+
+
+class Open(Consumer[bytes]):
+    """Holds what cannot be sent to a child process."""
+
+    queue = "unruly.open"
+    isolation = "process"
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def handle(self, body: bytes, message: Message) -> None: ...
+
+
+def unpicklable() -> App:
+    return App("unpicklable", [Open()])
+
+
+class Unloadable(Consumer[bytes]):
+    """Can be sent, but not be made again on the other side."""
+
+    queue = "unruly.unloadable"
+    isolation = "process"
+
+    def __init__(self) -> None:
+        self.made_in = os.getpid()
+
+    def __setstate__(self, state: dict[str, int]) -> None:
+        raise OSError("the licence server does not answer")
+
+    def handle(self, body: bytes, message: Message) -> None: ...
+
+
+def unloadable() -> App:
+    return App("unloadable", [Unloadable()])
+
+
+class Endless(Consumer[bytes]):
+    """Keeps the interpreter to itself: no other thread of its process runs."""
+
+    queue = "unruly.endless"
+    isolation = "process"
+
+    def handle(self, body: bytes, message: Message) -> None:
+        record("start", message)
+        re.match(r"(a|aa)+$", "a" * 60 + "b")
+
+
+class Talks(Consumer[str]):
+    """Prints, and may die of it."""
+
+    queue = "unruly.talks"
+    isolation = "process"
+
+    def handle(self, body: str, message: Message) -> None:
+        print(f"the handler says {body}")  # noqa: T201 (what is tested)
+        if body == "die":
+            os.abort()
+        record("end", message)
+
+
+class Blocks(Consumer[str]):
+    """An async handler that forgot to await."""
+
+    queue = "unruly.blocks"
+
+    async def handle(self, body: str, message: Message) -> None:
+        record("start", message)
+        time.sleep(float(body))  # noqa: ASYNC251 (what is tested)
+        record("end", message)
+
+
+@asynccontextmanager
+async def _slow() -> AsyncIterator[None]:
+    print("lifespan: opening", flush=True)  # noqa: T201 (the tests wait for it)
+    await asyncio.sleep(600)
+    yield
+
+
+app = App("unruly", [Endless(), Talks(), Blocks()])
+slow_to_open = App("slow", [Blocks()], lifespan=_slow)
