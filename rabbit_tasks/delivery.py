@@ -23,7 +23,7 @@ import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
@@ -327,6 +327,25 @@ class Handling:
         if not self._is_async:
             await self._in_thread(body, message)
             return
+        ended: list[BaseException | None] = []
+        # In a task of its own: a handler, or a library that it uses, may cancel the task in which it
+        # runs. In ours that would look as if the worker had to go.
+        task = asyncio.create_task(_caught(partial(self._in_time, body, message), ended))
+        cancelled = 0
+        while not task.done():
+            try:
+                await asyncio.wait([task])
+            except asyncio.CancelledError:
+                cancelled += 1
+                task.cancel()
+                if cancelled > 1:
+                    raise
+        # Nothing in it: cancelled before its first step.
+        error = ended[0] if ended else asyncio.CancelledError()
+        if error is not None:
+            raise asyncio.CancelledError if cancelled else error
+
+    async def _in_time(self, body: Any, message: Message) -> None:
         if self.kind.timeout is None:
             await self.consumer.handle(body, message)  # type: ignore[misc]
             return
@@ -463,14 +482,28 @@ class Handling:
             try:
                 observer(settled)
             except BaseException as error:  # (the delivery is settled, whatever it raises)
-                log.error("observer %r raised %r", observer, error)
+                name = getattr(observer, "__qualname__", type(observer).__qualname__)
+                log.error(
+                    "observer %s raised %s", name, history.failure_of(error, self._redact).log
+                )
 
 
 def _ends_us(error: BaseException) -> bool:
     """Whether it came from outside the handler: our task is cancelled, or its loop is gone."""
-    if isinstance(error, GeneratorExit):
+    kind = type(error)  # (isinstance asks the error itself, whose class may raise anything)
+    if issubclass(kind, GeneratorExit):
         return asyncio._get_running_loop() is None  # noqa: SLF001 (get_running_loop raises)
-    return isinstance(error, asyncio.CancelledError) and is_cancelled()
+    return issubclass(kind, asyncio.CancelledError) and is_cancelled()
+
+
+async def _caught(handle: Callable[[], Awaitable[None]], ended: list[BaseException | None]) -> None:
+    """Note how it ended: SystemExit out of a task would end the event loop."""
+    try:
+        await handle()
+    except BaseException as error:
+        ended.append(error)
+    else:
+        ended.append(None)
 
 
 def _call(consumer: Consumer[Any], body: Any, message: Message) -> BaseException | None:
