@@ -1,1 +1,45 @@
 """`rabbit-tasks demo`: real work end to end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from rabbit_tasks.cli import cli, run, tell
+from rabbit_tasks.settings import Settings
+
+
+@cli.command("demo")
+def demo(
+    context: typer.Context,
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]", exists=True, file_okay=False, resolve_path=True,
+            show_default="images made for it",
+            help="Its images; thumbnails go to FOLDER/thumbnails, originals are only read.",
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    """Make thumbnails of images: declare, publish, work, retry, park, repair, replay."""
+    settings = Settings().changed(url=context.obj.url)
+    try:
+        run(_demo(settings, folder))
+    except asyncio.CancelledError:
+        tell("terminated")
+        raise typer.Exit(143) from None
+
+
+async def _demo(settings: Settings, folder: Path | None) -> None:
+    from rabbit_tasks.demo.tour import tour
+
+    task = asyncio.current_task()
+    assert task is not None
+    # As Ctrl-C: through every `finally`, so that the worker ends too.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await tour(settings, folder, Console(highlight=False))
