@@ -3,7 +3,7 @@
 RABBIT_TASKS_TEST_URL        an AMQP URL whose user may administer the broker (guest, as installed)
 RABBIT_TASKS_TEST_API        its management API; default: port 15672 of the same host
 RABBIT_TASKS_TEST_BROKER     a command that takes `stop`, `start`, `kill`, `freeze`, `thaw`
-Without them: testcontainers where Docker answers, else a private rabbitmq-server.
+Without them: testcontainers where Docker has the image or can pull it, else a private rabbitmq-server.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -120,10 +121,12 @@ class Broker:
 @contextmanager
 def any_broker() -> Iterator[Broker]:
     """The best broker there is; it ends with the block if it began with it."""
+    # As Ctrl-C: through every clean-up, so that nothing of ours goes on running.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if url := os.environ.get("RABBIT_TASKS_TEST_URL"):
         command = os.environ.get("RABBIT_TASKS_TEST_BROKER")
         yield Broker(url, _api_of(url), shlex.split(command) if command else None)
-    elif _docker_answers():
+    elif docker_has_image():
         with _container() as broker:
             yield broker
     else:
@@ -142,28 +145,38 @@ def _api_of(url: str) -> str | None:
         return None
 
 
-def _docker_answers() -> bool:
-    docker = shutil.which("docker")
+def docker_has_image() -> bool:
+    """Whether a Docker engine answers that has the broker's image, or can pull it."""
     return (
-        docker is not None and subprocess.run([docker, "info"], capture_output=True).returncode == 0
+        shutil.which("docker") is not None
+        and _succeeds("docker", "info")
+        and (_succeeds("docker", "image", "inspect", IMAGE) or _succeeds("docker", "pull", IMAGE))
     )
+
+
+def _succeeds(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 @contextmanager
 def _container() -> Iterator[Broker]:
-    from testcontainers.rabbitmq import RabbitMqContainer
+    # Not testcontainers.rabbitmq: it wants pika, and warns when it is imported (4.15).
+    from testcontainers.core.config import testcontainers_config
+    from testcontainers.core.container import DockerContainer
 
+    # The container ends with this block; the one that watches over it is another image to pull.
+    testcontainers_config.ryuk_disabled = True
     # Fixed ports: Docker gives a container that is started again others for those it chose itself.
     amqp, api = _free_port(), _free_port()
-    container = RabbitMqContainer(IMAGE).with_bind_ports(5672, amqp).with_bind_ports(15672, api)
-    with container:
-        name = container.get_wrapped_container().id
+    with (
+        DockerContainer(IMAGE).with_bind_ports(5672, amqp).with_bind_ports(15672, api) as container
+    ):
         base = f"http://127.0.0.1:{api}"
         wait_for_api(base)
         command = [
             sys.executable,
             str(Path(__file__).with_name("docker_broker.py")),
-            str(name),
+            str(container.get_wrapped_container().id),
             base,
         ]
         yield Broker(f"amqp://guest:guest@127.0.0.1:{amqp}/", base, command)
@@ -172,7 +185,7 @@ def _container() -> Iterator[Broker]:
 @contextmanager
 def _private() -> Iterator[Broker]:
     command = [sys.executable, str(ROOT / "scripts" / "broker.py")]
-    up = subprocess.run([*command, "up"], check=True, capture_output=True, text=True)
+    up = subprocess.run([*command, "up"], check=True, stdout=subprocess.PIPE, text=True)
     node = json.loads(up.stdout)
     try:
         yield Broker(node["url"], node["api"], [*command, "--folder", node["folder"]])
@@ -190,10 +203,15 @@ def _free_port() -> int:
 
 
 def wait_for_api(base: str) -> None:
-    deadline = time.monotonic() + 60
+    """Wait until the management API in a container says that the broker takes connections."""
+    guest = b64encode(b"guest:guest").decode()
+    request = urllib.request.Request(
+        f"{base}/api/health/checks/port-listener/5672", headers={"authorization": f"Basic {guest}"}
+    )
+    deadline = time.monotonic() + 120
     while True:
         try:
-            urllib.request.urlopen(base, timeout=2).close()
+            urllib.request.urlopen(request, timeout=5).close()
             return
         except OSError:
             if time.monotonic() > deadline:
