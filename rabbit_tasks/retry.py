@@ -67,8 +67,16 @@ class RetryPolicy:
     park_on: tuple[type[BaseException], ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("delays", "park_on"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+            elif not isinstance(value, tuple) and value is not None:
+                kind = "timedeltas" if name == "delays" else "exception types"
+                raise ConfigurationError(
+                    f"RetryPolicy: {name} is {value!r}; it takes a tuple of {kind}"
+                )
         if self.delays is not None:
-            object.__setattr__(self, "delays", tuple(self.delays))
             object.__setattr__(self, "attempts", len(self.delays) + 1)
         self._check()
 
@@ -122,8 +130,9 @@ class RetryPolicy:
         # 2 ** (attempt - 1) overflows a timedelta long before it overflows anything else.
         if attempt - 1 < (self.cap // self.base).bit_length():
             longest = min(self.cap, self.base * 2 ** (attempt - 1))
+        longest = longest // MILLISECOND * MILLISECOND
         if not self.jitter:
-            return (_whole(longest),)
+            return (longest,)
         spread = (_whole(longest * k / self.slots) for k in range(1, self.slots + 1))
         return tuple(dict.fromkeys(spread))
 
@@ -135,8 +144,8 @@ class RetryPolicy:
         `draw` is from 0 (the shortest delay) up to, not including, 1 (the longest).
         """
         if park := _find(error, (Park,)):
-            return Parked(str(getattr(park, "reason", park)), error)
-        if isinstance(error, MalformedBody):
+            return Parked(_reason(park), error)
+        if _find(error, (MalformedBody,)) is error:
             return Parked("malformed body", error)
         if hopeless := _find(error, self.park_on):
             return Parked(f"{type(hopeless).__name__} is never retried (park_on)", error)
@@ -149,12 +158,23 @@ class RetryPolicy:
 
 def _find(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:
     """The error, or the first in a group of errors, that is of one of these kinds."""
-    if isinstance(error, kinds):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        found = (_find(inner, kinds) for inner in error.exceptions)
-        return next((inner for inner in found if inner is not None), None)
+    left = [error]
+    while left:  # (a loop, because groups may nest deeper than our stack)
+        one = left.pop()
+        kind = type(one)  # (isinstance asks the error itself, whose class may raise anything)
+        if issubclass(kind, kinds):
+            return one
+        if issubclass(kind, BaseExceptionGroup):
+            assert isinstance(one, BaseExceptionGroup)
+            left.extend(reversed(one.exceptions))
     return None
+
+
+def _reason(park: BaseException) -> str:
+    try:
+        return str(getattr(park, "reason", park))
+    except BaseException as broken:  # (a subclass of Park may say its reason in its own way)
+        return f"Park, whose reason raised {type(broken).__name__}"
 
 
 def _whole(delay: timedelta) -> timedelta:
