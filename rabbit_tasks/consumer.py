@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import typing
 from collections.abc import Awaitable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar, Final, Generic, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
+from pydantic.errors import PydanticSchemaGenerationError
 from pydantic_core import PydanticSerializationError
 
 from rabbit_tasks.durations import duration_text
@@ -54,7 +56,12 @@ class Consumer(Generic[B]):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "queue" in cls.__dict__:
-            check(cls)
+            with suppress(_NotYet):  # the app asks again when it is built
+                check(cls)
+
+
+class _NotYet(ConfigurationError):
+    """A body type names what is not defined: maybe it stands further down in the module."""
 
 
 Body = TypeAdapter[Any] | Literal["bytes", "text"]
@@ -93,10 +100,7 @@ def check(cls: type[Consumer[Any]]) -> None:
                 f"{cls.__name__} has a timeout, but its handler runs in a thread, which cannot be "
                 'stopped; write isolation = "process", or make handle async'
             )
-    try:
-        body_of(cls)
-    except PydanticUndefinedAnnotation:
-        pass  # a forward reference: the app checks again when it is built
+    body_of(cls)
 
 
 def _check_handler(cls: type[Consumer[Any]]) -> None:
@@ -125,7 +129,7 @@ def is_async(cls: type[Consumer[Any]]) -> bool:
 def body_of(cls: type[Consumer[Any]]) -> Body:
     """How this consumer's bodies are decoded; made once per class.
 
-    Raises ConfigurationError for a type that pydantic cannot validate from JSON.
+    Raises ConfigurationError for a type that has no JSON form, or that names what is not defined.
     """
     known: Body | None = cls.__dict__.get("_body")
     if known is not None:
@@ -137,20 +141,53 @@ def body_of(cls: type[Consumer[Any]]) -> Body:
     elif kind is str:
         body = "text"
     else:
-        try:
-            body = TypeAdapter(kind)
-        except PydanticSchemaGenerationError:
-            raise ConfigurationError(
-                f"{cls.__name__} takes {getattr(kind, '__name__', kind)}, which has no JSON form; "
-                "take a pydantic model, a dataclass, a dict, str or bytes"
-            ) from None
+        body = _adapter(cls, kind)
     cls._body = body  # type: ignore[attr-defined]
     return body
 
 
+def _adapter(cls: type, kind: Any) -> TypeAdapter[Any]:
+    takes = f"{cls.__name__} takes {_shown(kind)}"
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(kind)
+        if adapter.core_schema["type"] not in ("callable", "is-instance", "is-subclass"):
+            return adapter
+    except PydanticSchemaGenerationError:
+        pass
+    except Exception as error:
+        if isinstance(error, NameError) or getattr(error, "code", "") == "class-not-fully-defined":
+            raise _NotYet(
+                f"{takes}, which names a type that its module does not define; define it, and "
+                "where that comes after the class, call its model_rebuild()"
+            ) from None
+        raise ConfigurationError(f"{takes}: {str(error).partition(chr(10))[0]}") from None
+    raise ConfigurationError(
+        f"{takes}, which has no JSON form; take a pydantic model, a dataclass, a dict, str or bytes"
+    )
+
+
+def _shown(kind: Any) -> str:
+    is_plain = isinstance(kind, type) and not typing.get_args(kind)
+    return kind.__name__ if is_plain else str(kind).replace("typing.", "")
+
+
 def _body_type(cls: type) -> Any:
     """What stands in `Consumer[…]`, through any number of generic classes in between."""
-    return _argument(cls, {}) or Any
+
+    def holder() -> None:
+        """(Only functions, classes and modules have their forward references resolved.)"""
+
+    holder.__annotations__ = {"body": _argument(cls, {}) or Any}
+    known: dict[str, Any] = {}
+    for one in reversed(cls.__mro__):
+        known |= vars(sys.modules.get(one.__module__, typing))
+    try:
+        return typing.get_type_hints(holder, known, include_extras=True)["body"]
+    except NameError as error:
+        raise _NotYet(
+            f"{cls.__name__} takes {error.name}, which its module does not define; write the type "
+            "itself, or define it at the top of the module"
+        ) from None
 
 
 def _argument(cls: type, known: dict[Any, Any]) -> Any:
@@ -158,13 +195,21 @@ def _argument(cls: type, known: dict[Any, Any]) -> Any:
         origin = typing.get_origin(base) or base
         if not (isinstance(origin, type) and issubclass(origin, Consumer)):
             continue
-        arguments = [known.get(a, a) for a in typing.get_args(base)]
+        arguments = [_filled_in(a, known) for a in typing.get_args(base)]
         if origin is Consumer:
             kind = arguments[0] if arguments else None
             return None if isinstance(kind, TypeVar) else kind
         parameters = getattr(origin, "__parameters__", ())
         return _argument(origin, dict(zip(parameters, arguments, strict=False)))
     return None
+
+
+def _filled_in(kind: Any, known: dict[Any, Any]) -> Any:
+    if isinstance(kind, TypeVar):
+        return known.get(kind, kind)
+    if parameters := getattr(kind, "__parameters__", ()):  # such as list[T]
+        return kind[tuple(known.get(one, one) for one in parameters)]
+    return kind
 
 
 def decode(cls: type[Consumer[B]], body: bytes) -> B:
@@ -198,10 +243,11 @@ def encode(cls: type[Consumer[B]], body: B) -> tuple[bytes, str]:
             raise _wrong(cls, body, "str")
         return body.encode(), "text/plain; charset=utf-8"
     try:
+        if body is None:  # pydantic writes it as null whatever the type
+            how.validate_python(None)
         return how.dump_json(body, warnings="error"), "application/json"
-    except PydanticSerializationError:
-        kind = _body_type(cls)
-        raise _wrong(cls, body, getattr(kind, "__name__", str(kind))) from None
+    except (PydanticSerializationError, ValidationError):
+        raise _wrong(cls, body, _shown(_body_type(cls))) from None
 
 
 def _wrong(cls: type[Consumer[Any]], body: object, wanted: str) -> TypeError:
