@@ -113,10 +113,11 @@ def topology_of(consumers: Iterable[type[Consumer[Any]]]) -> Topology:
     owners: dict[str, type[Consumer[Any]]] = {}
     bindings = []
     for consumer in consumers:
-        for queue in _queues(consumer):
+        served = tuple(_queues(consumer))
+        _check_names(served, consumer)
+        for queue in served:
             if queue.name in owners:
                 raise ConfigurationError(_taken(queue, consumer, owners[queue.name]))
-            _check_name(queue, consumer)
             owners[queue.name] = consumer
             queues[queue.name] = queue
         bindings.append(Binding(PARKING_LOT, parked_queue(consumer.queue), consumer.queue))
@@ -154,8 +155,8 @@ def _queues(consumer: type[Consumer[Any]]) -> Iterable[Queue]:
     })  # fmt: skip
 
 
-def _check_name(queue: Queue, consumer: type[Consumer[Any]]) -> None:
-    name, where = queue.name, f"{consumer.__name__}.queue"
+def _check_names(served: tuple[Queue, ...], consumer: type[Consumer[Any]]) -> None:
+    name, where = consumer.queue, f"{consumer.__name__}.queue"
     # What the client library can declare; the broker itself takes any UTF-8.
     strange = re.sub(r"[a-zA-Z0-9 \-_.:@#,/><]", "", name)
     if strange:
@@ -164,11 +165,11 @@ def _check_name(queue: Queue, consumer: type[Consumer[Any]]) -> None:
         )
     if name.startswith("amq."):
         raise ConfigurationError(f"{where} {name!r}: names in amq. are the broker's own")
-    if len(name) > 255:
-        over = len(name) - 255
+    longest = max(served, key=lambda queue: len(queue.name))
+    if (over := len(longest.name) - 255) > 0:
         raise ConfigurationError(
-            f"{where}: its {queue.role} queue's name {name[:40]}… has {len(name)} bytes, AMQP takes "
-            f"255; make the queue's name {over} shorter"
+            f"{where}: its {longest.role} queue's name {name[:40]}… has {len(longest.name)} bytes, "
+            f"AMQP takes 255; make the queue's name {over} shorter"
         )
 
 

@@ -1,0 +1,192 @@
+"""Names and arguments of the topology, to the letter."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from rabbit_tasks import App, ConfigurationError, Consumer, Message, RetryPolicy
+from rabbit_tasks.durations import duration_of, duration_text
+from rabbit_tasks.topology import topology_of, tree
+
+
+def consumer(
+    queue: str, name: str = "Made", retry: RetryPolicy | None = None, delivery_limit: int = 5
+) -> type[Consumer[Any]]:
+    async def handle(self: Any, body: Any, message: Message) -> None: ...
+
+    body = {"queue": queue, "handle": handle, "delivery_limit": delivery_limit}
+    return type(name, (Consumer,), {**body, "retry": retry or RetryPolicy(attempts=1)})
+
+
+RESIZE = consumer(
+    "images.resize",
+    "Resize",
+    RetryPolicy(attempts=3, base=timedelta(seconds=1), slots=2),
+    delivery_limit=7,
+)
+WAITS_THEN_HOME = {
+    "x-queue-type": "quorum",
+    "x-dead-letter-exchange": "",
+    "x-dead-letter-routing-key": "images.resize",
+    "x-dead-letter-strategy": "at-least-once",
+    "x-overflow": "reject-publish",
+}
+GOLDEN: dict[str, dict[str, Any]] = {
+    "images.resize": {
+        "x-queue-type": "quorum",
+        "x-dead-letter-exchange": "parking-lot",
+        "x-dead-letter-routing-key": "images.resize",
+        "x-dead-letter-strategy": "at-least-once",
+        "x-overflow": "reject-publish",
+        "x-delivery-limit": 7,
+        "x-consumer-disconnected-timeout": 2000,
+    },
+    "images.resize.parked": {"x-queue-type": "quorum", "x-delivery-limit": 2147483647},
+    "images.resize.retry.1.500ms": {**WAITS_THEN_HOME, "x-message-ttl": 500},
+    "images.resize.retry.1.1s": {**WAITS_THEN_HOME, "x-message-ttl": 1000},
+    "images.resize.retry.2.1s": {**WAITS_THEN_HOME, "x-message-ttl": 1000},
+    "images.resize.retry.2.2s": {**WAITS_THEN_HOME, "x-message-ttl": 2000},
+}
+"""Any change here is a migration for whoever runs an older version: CHANGELOG, heading Topology."""
+
+
+def test_names_and_arguments_are_these() -> None:
+    topology = topology_of([RESIZE])
+    assert {queue.name: queue.arguments for queue in topology.queues} == GOLDEN
+    assert {queue.name: queue.role for queue in topology.queues} == {
+        name: "main" if name == "images.resize" else "parked" if "parked" in name else "retry"
+        for name in GOLDEN
+    }
+
+
+def test_definitions_are_what_the_management_api_takes() -> None:
+    definitions = json.loads(topology_of([RESIZE]).definitions())
+    assert definitions == {
+        "exchanges": [
+            {"name": "parking-lot", "type": "direct", "durable": True, "auto_delete": False,
+             "internal": False, "arguments": {}},
+        ],
+        "queues": [
+            {"name": name, "durable": True, "auto_delete": False, "arguments": GOLDEN[name]}
+            for name in sorted(GOLDEN)
+        ],
+        "bindings": [
+            {"source": "parking-lot", "destination": "images.resize.parked",
+             "destination_type": "queue", "routing_key": "images.resize", "arguments": {}},
+        ],
+    }  # fmt: skip
+
+
+def test_the_same_consumers_make_the_same_text_in_any_order() -> None:
+    kinds = [RESIZE, consumer("b"), consumer("a")]
+    texts = {topology_of(order).definitions() for order in itertools.permutations(kinds)}
+    assert len(texts) == 1
+    assert texts.pop().endswith("}\n")
+
+
+def test_an_app_without_consumers_needs_nothing() -> None:
+    topology = App("empty", []).topology
+    assert (topology.queues, topology.exchanges, topology.bindings) == ((), (), ())
+
+
+def test_the_tree_names_every_queue() -> None:
+    text = tree(topology_of([RESIZE]))
+    assert all(f"{name} " in text for name in GOLDEN)
+    assert "images.resize   (quorum, delivery limit 7)" in text
+    assert "images.resize.retry.2.2s   waits 2s, then back to images.resize" in text
+
+
+# --- collisions ---------------------------------------------------------------------------------
+
+RETRYING = RetryPolicy(attempts=2, jitter=False)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        ([consumer("q", "A"), consumer("q", "B")],
+         "A and B both take queue 'q'; give each its own"),
+        ([RESIZE, RESIZE], "Resize and Resize both take queue 'images.resize'"),
+        ([consumer("q.parked", "A"), consumer("q", "B")],
+         "B needs queue 'q.parked' as its parked queue, but it is A's too; rename one"),
+        ([consumer("q", "A"), consumer("q.parked", "B")],
+         "B needs queue 'q.parked' as its main queue, but it is A's too"),
+        ([consumer("q", "A", RETRYING), consumer("q.retry.1.1s", "B")],
+         "B needs queue 'q.retry.1.1s' as its main queue, but it is A's too"),
+        ([consumer("q.retry.1.1s", "A"), consumer("q", "B", RETRYING)],
+         "B needs queue 'q.retry.1.1s' as its retry queue, but it is A's too"),
+    ],
+)  # fmt: skip
+def test_two_consumers_cannot_need_one_name(kinds: list[type[Consumer[Any]]], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
+        App("app", [kind() for kind in kinds])
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("retry", "suffix"),
+    [
+        (RetryPolicy(attempts=1), ".parked"),
+        (RetryPolicy(attempts=2), ".retry.1.250ms"),
+        (RetryPolicy(delays=(timedelta(1), timedelta(milliseconds=86_400_001))),
+         ".retry.2.86400001ms"),
+    ],
+)  # fmt: skip
+def test_the_longest_derived_name_may_have_255_bytes_and_no_more(
+    retry: RetryPolicy, suffix: str
+) -> None:
+    longest = "q" * (255 - len(suffix))
+    names = [queue.name for queue in topology_of([consumer(longest, retry=retry)]).queues]
+    assert max(len(name) for name in names) == 255
+    assert longest + suffix in names
+    with pytest.raises(ConfigurationError, match=r"has 256 bytes, AMQP takes 255; .* 1 shorter"):
+        topology_of([consumer(longest + "q", retry=retry)])
+
+
+def test_a_name_that_is_too_long_is_told_once_how_much_shorter() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        topology_of([consumer("q" * 300)])
+    assert "its parked queue's name" in str(refused.value)
+    topology_of([consumer("q" * (300 - int(str(refused.value).split()[-2])))])
+
+
+@pytest.mark.parametrize("character", ["ü", "\n", "\0", "*", "?", "'", "\\", "\u202e", "\udc80"])
+def test_a_name_that_the_client_cannot_declare_is_refused(character: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"Made.queue .* has .*; take ASCII letters"):
+        topology_of([consumer(f"a{character}b")])
+
+
+def test_the_brokers_own_names_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"'amq\.x': names in amq\. are the broker's own"):
+        topology_of([consumer("amq.x")])
+
+
+def test_names_may_have_spaces_and_slashes() -> None:
+    topology_of([consumer("A-z_0/9 .:@#,<>")])
+
+
+# --- durations in names -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("duration", "text"),
+    [
+        (timedelta(milliseconds=1), "1ms"),
+        (timedelta(milliseconds=1500), "1500ms"),
+        (timedelta(seconds=90), "90s"),
+        (timedelta(minutes=5), "5m"),
+        (timedelta(hours=36), "36h"),
+        (timedelta(days=3650), "3650d"),
+        (timedelta(), "0ms"),
+    ],
+)
+def test_a_duration_is_written_in_one_unit_and_read_back(duration: timedelta, text: str) -> None:
+    assert duration_text(duration) == text
+    assert duration_of(text) == duration
