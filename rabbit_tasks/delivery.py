@@ -431,10 +431,14 @@ class Handling:
         if delivery.lost or publisher is None:
             return
         delivery.settling = True
-        copy = history.returned(delivery.properties, message_id=uuid.uuid4().hex)
         message_id = delivery.properties.text("message_id")
         try:
             async with asyncio.timeout(PUT_BACK_TIMEOUT):
+                copy = history.returned(
+                    delivery.properties,
+                    message_id=uuid.uuid4().hex,
+                    frame_max=(await publisher.connect()).frame_max,
+                )
                 await publisher.send("", queue, delivery.body, copy)
                 await delivery.ack()
         except (PublishError, ConnectError, DeliveryLost, TimeoutError) as error:

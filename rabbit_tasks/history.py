@@ -5,6 +5,7 @@ Pure: errors and outcomes in, headers out, cut to what a frame holds.
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,8 +22,11 @@ from rabbit_tasks.retry import Parked, RetryAfter
 
 HISTORY: Final = 20
 """Attempts that the history keeps, the latest ones."""
+TYPE_BYTES: Final = 512
 MESSAGE_BYTES: Final = 2_048
 STACK_BYTES: Final = 16_384
+FRAME_MAX: Final = 131_072
+"""Bytes of the longest frame, as brokers are installed."""
 ROOM: Final = 8_192
 """Bytes of a frame left free: the broker adds its own headers when it dead-letters."""
 
@@ -57,41 +61,55 @@ class FailedElsewhere(Exception):
 
 def failure_of(error: BaseException, redact: Callable[[str], str] | None = None) -> Failure:
     """The error as text, whatever its class does; `redact` passes over all of it."""
-    if isinstance(error, FailedElsewhere):
+    kind = type(error)  # (isinstance asks the error itself, whose class may raise anything)
+    if issubclass(kind, FailedElsewhere):
+        assert isinstance(error, FailedElsewhere)
         return error.failure
-    kind = type(error)
     name = (
         kind.__qualname__
         if kind.__module__ == "builtins"
         else f"{kind.__module__}.{kind.__qualname__}"
     )
-    # Formatting calls the exception's own __str__, which may raise anything; traceback survives it.
-    told = traceback.TracebackException(kind, error, error.__traceback__, compact=True)
-    text = _text(error)
-    stack = "".join(told.format())
-    if isinstance(error, MalformedBody):
+    text, stack = _text(error), _stack(error)
+    if issubclass(kind, MalformedBody):
+        assert isinstance(error, MalformedBody)
         log = f"malformed body ({error.codes})"
-    elif isinstance(error, ValidationError):
+    elif issubclass(kind, ValidationError):
+        assert isinstance(error, ValidationError)
         log = f"{name}: {fault_codes(error)}"
     else:
         log = f"{name}: {text}" if text else name
     clean = _careful(redact) if redact else str
-    message = cut(clean(text), MESSAGE_BYTES)
-    return Failure(name, message, cut(clean(stack), STACK_BYTES), one_line(clean(log)))
+    return Failure(
+        cut(name, TYPE_BYTES),
+        cut(clean(text), MESSAGE_BYTES),
+        cut(clean(stack), STACK_BYTES),
+        one_line(clean(log)),
+    )
 
 
 def _text(error: BaseException) -> str:
     try:
-        return str(error)
+        return str.__str__(str(error))  # (of a subclass of str, its plain text)
     except BaseException as broken:  # (even SystemExit: it is only a text)
         return f"<its __str__ raised {type(broken).__name__}>"
+
+
+def _stack(error: BaseException) -> str:
+    # traceback survives an exception's own __str__, but neither every other attribute of a class
+    # that we do not know nor groups that nest deeper than our stack.
+    try:
+        told = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
+        return "".join(told.format())
+    except BaseException as broken:
+        return f"<no stack trace: formatting it raised {type(broken).__name__}>"
 
 
 def _careful(redact: Callable[[str], str]) -> Callable[[str], str]:
     def clean(text: str) -> str:
         try:
-            return str(redact(text))
-        except Exception as error:  # (showing the text instead would be the leak)
+            return str.__str__(str(redact(text)))
+        except BaseException as error:  # (showing the text instead would be the leak)
             return f"<redact raised {type(error).__name__}>"
 
     return clean
@@ -112,10 +130,17 @@ def cut(text: str, limit: int) -> str:
 
 def one_line(text: str, limit: int = 300) -> str:
     """For logs and terminals: control characters escaped, at most `limit` characters."""
-    shown = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: limit + 1]
-    )
+    shown = escaped(text[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def escaped(text: str, keep: str = "") -> str:
+    """The text with control and formatting characters as escapes, but for those in `keep`."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def after(
@@ -157,11 +182,20 @@ def attempts(properties: Properties) -> list[dict[str, Any]]:
     if not isinstance(found, list):
         return []
     entries = [
-        {name: entry[name] for name, kind in _ENTRY.items() if type(entry.get(name)) is kind}
+        {name: entry[name] for name, kind in _ENTRY.items() if _is_ours(entry.get(name), kind)}
         for entry in found
         if isinstance(entry, dict)
     ]
     return [entry for entry in entries if entry][-HISTORY:]
+
+
+def _is_ours(value: Any, kind: type) -> bool:
+    # Forged ones come back into our own headers, which carry neither inf nor nan nor 65 bits.
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return False
+    return type(value) is kind
 
 
 def copy(
@@ -186,51 +220,65 @@ def copy(
             ),
             drop=_SPENT,
             delivery_mode=2,
-            message_id=None if before.text("message_id") else message_id,
+            message_id=message_id if before.text("message_id") is None else None,
         )
         if made.frame_size() <= frame_max - room:
             return made
     return None
 
 
-def returned(before: Properties, *, message_id: str) -> Properties:
+def returned(before: Properties, *, message_id: str, frame_max: int = FRAME_MAX) -> Properties:
     """The properties of a copy that goes back to its main queue with its attempts as they are."""
-    return before.replace(
-        {},
-        without=names.is_brokers,
-        drop=_SPENT,
-        delivery_mode=2,
-        message_id=None if before.text("message_id") else message_id,
-    )
+    return _as_fits(before, {}, names.is_brokers, message_id=message_id, frame_max=frame_max)
 
 
-def replayed(before: Properties, *, when: datetime, message_id: str) -> Properties:
+def replayed(before: Properties, *, when: datetime, message_id: str, frame_max: int) -> Properties:
     """The properties of a parked message's copy with fresh attempts; its history stays."""
     last = before.header(names.REPLAYED)
     count = last.get("count", 0) if isinstance(last, dict) else 0
     count = count if isinstance(count, int) and 0 <= count < 1_000_000 else 0
-    return before.replace(
+    return _as_fits(
+        before,
         {names.REPLAYED: {"count": count + 1, "when": when.isoformat(timespec="milliseconds")}},
-        without=lambda header: header in _ENDED or names.is_brokers(header),
-        drop=_SPENT,
-        delivery_mode=2,
-        message_id=None if before.text("message_id") else message_id,
+        lambda header: header in _ENDED or names.is_brokers(header),
+        message_id=message_id,
+        frame_max=frame_max,
     )
 
 
+def _as_fits(
+    before: Properties,
+    headers: Mapping[str, Any],
+    without: Callable[[str], bool],
+    *,
+    message_id: str,
+    frame_max: int,
+) -> Properties:
+    """A copy with these headers; without what foreign ones leave no room for.
+
+    (A queue of ours is a quorum queue, which keeps a message on disk whatever its delivery mode.)
+    """
+    new_id = message_id if before.text("message_id") is None else None
+    made = before.replace(headers, without=without, drop=_SPENT, delivery_mode=2, message_id=new_id)
+    if made.frame_size() > frame_max:
+        made = before.replace({}, without=without, drop=_SPENT)
+    return made
+
+
 def reason(properties: Properties) -> str:
-    """Why a message is parked, in words: ours, or what the broker's death record says."""
-    ours = properties.header(names.PARKED_REASON)
-    if isinstance(ours, str):
-        return ours
+    """Why a message is parked, in words: what the broker's death record says, or ours."""
+    # Our own copies never carry a death record: where there is one, it was the broker, and whatever
+    # else stands there was the publisher's.
     death = last_death(properties)
     if death is None:
+        ours = properties.header(names.PARKED_REASON)
+        if isinstance(ours, str):
+            return ours
         return "unknown: put here by neither a worker nor the broker"
-    count = properties.header(names.DELIVERY_COUNT)
     match death.get("reason"):
         case "delivery_limit":
-            times = f" {count} times" if isinstance(count, int) and count > 1 else " too often"
-            return f"delivered{times} and never settled: its worker died with it (delivery limit)"
+            # How often is not to be had: x-delivery-count counts the parking queue's deliveries.
+            return "delivered too often and never settled: its worker died with it (delivery limit)"
         case "rejected":
             return "rejected by its consumer"
         case "expired":
@@ -251,8 +299,5 @@ def last_death(properties: Properties) -> dict[str, Any] | None:
 def origin(properties: Properties) -> str | None:
     """The main queue that a parked message came from; None where nothing tells."""
     death = last_death(properties)
-    if death is not None and properties.header(names.PARKED_REASON) is None:
-        queue = death.get("queue")
-    else:
-        queue = properties.header(names.ORIGIN_QUEUE)
+    queue = death.get("queue") if death is not None else properties.header(names.ORIGIN_QUEUE)
     return queue if isinstance(queue, str) and queue else None

@@ -184,11 +184,15 @@ def _name(key: bytes) -> str:
     return key[1:].decode("utf-8", "backslashreplace")
 
 
-def _when(seconds: int) -> datetime | int:
+class Seconds(int):
+    """A time beyond the year 9999, which a datetime cannot hold, in seconds since 1970."""
+
+
+def _when(seconds: int) -> datetime | Seconds:
     try:
         return datetime.fromtimestamp(seconds, UTC)
     except (ValueError, OverflowError, OSError):  # beyond the year 9999
-        return seconds
+        return Seconds(seconds)
 
 
 # --- reading ------------------------------------------------------------------------------------
