@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import io
 import logging
 import multiprocessing
 import os
@@ -32,6 +33,8 @@ from rabbit_tasks.retry import Done, Outcome, Parked, RetryAfter
 # Not fork: the parent has threads and an event loop, of which a forked child gets a broken half.
 _SPAWN: Final = multiprocessing.get_context("spawn")
 _PR_SET_PDEATHSIG: Final = 1
+
+log = logging.getLogger("rabbit_tasks")
 
 
 class ChildDied(Exception):
@@ -69,7 +72,7 @@ class Children:
         """
         limit = self._kind.timeout.total_seconds() if self._kind.timeout else None
         loop = asyncio.get_running_loop()
-        child = self._idle.pop() if self._idle else await self._new()
+        child = self._rested() or await self._new()
         try:
             async with asyncio.timeout(limit):
                 outcome = await loop.run_in_executor(self._threads, child.ask, message)
@@ -81,6 +84,16 @@ class Children:
             raise
         self._idle.append(child)
         return outcome
+
+    def _rested(self) -> _Child | None:
+        """An idle child. One that died meanwhile has no message that could answer for it."""
+        while self._idle:
+            child = self._idle.pop()
+            if child.is_alive:
+                return child
+            log.warning("%s: %s while it was idle", self._kind.__qualname__, child.ending)
+            self._end(child)
+        return None
 
     async def _new(self) -> _Child:
         child = _Child(self._crossing)
@@ -143,7 +156,16 @@ class _Child:
             return self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(5)
-            raise ChildDied(_ending(self._process.exitcode)) from None
+            raise ChildDied(self.ending) from None
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def ending(self) -> str:
+        """How the process ended, in words."""
+        return _ending(self._process.exitcode)
 
     def kill(self) -> None:
         self._process.kill()
@@ -168,6 +190,9 @@ def _serve(pipe: Connection, crossing: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A child ends by being killed, also at a clean stop: what it printed must be out by then.
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         consumer, redact, log_setup = pickle.loads(crossing)
     except BaseException as error:
@@ -207,7 +232,7 @@ async def _attempt(
             await result
         return Done()
     except BaseException as error:  # as in delivery.py: an outcome, whatever it is
-        logging.getLogger("rabbit_tasks").debug("handler failed in its process", exc_info=True)
+        log.debug("handler failed in its process", exc_info=True)
         told = history.FailedElsewhere(history.failure_of(error, redact))
         outcome = consumer.retry.after_failure(message.attempt, error, draw=random.random())
         if isinstance(outcome, RetryAfter):
