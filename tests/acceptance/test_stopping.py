@@ -21,7 +21,7 @@ from tests.support.brokers import Broker
 from tests.support.obedient import Obey, Order
 from tests.support.obedient import app as obedient
 from tests.support.queues import depth, take_all
-from tests.support.workers import Runs, WorkerProcess
+from tests.support.workers import Runs, WorkerProcess, is_gone
 
 Declared = Callable[[App], Awaitable[None]]
 Start = Callable[..., WorkerProcess]
@@ -38,14 +38,6 @@ async def stopped(worker: WorkerProcess, within: float) -> int:
 
 async def publish_to_each(publisher: Publisher, order: Order) -> list[str]:
     return [await publisher.publish(kind, order) for kind in patient.KINDS]
-
-
-def gone(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return True
-    return state == "Z"  # (dead, and nobody asked how)
 
 
 @both_signals
@@ -226,12 +218,12 @@ async def test_no_child_outlives_its_worker(
     await publisher.publish(patient.PatientInProcess, Order(do="sleep", seconds=600))
     await eventually(lambda: len(runs.all()) == 2)
     children = [row["pid"] for row in runs.all()]
-    assert not any(gone(pid) for pid in children)
+    assert not any(is_gone(pid) for pid in children)
     for worker in workers:
         worker.signal(number)
     for worker in workers:
         assert await stopped(worker, 5) == (-number if number == signal.SIGKILL else 0)
-    await eventually(lambda: all(gone(pid) for pid in children), within=3)
+    await eventually(lambda: all(is_gone(pid) for pid in children), within=3)
     for worker in workers:
         with pytest.raises(ProcessLookupError):  # nor anything else of its group
             await eventually(lambda worker=worker: os.killpg(worker.pid, 0), within=3)  # type: ignore[misc]

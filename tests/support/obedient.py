@@ -22,7 +22,7 @@ PREFIX = os.environ.get("OBEDIENT_QUEUE", "obey")
 
 
 class Order(BaseModel):
-    """What to do: `ok`, `raise`, `park`, `sleep`, `block`, `kill`, `segv`, `exit`."""
+    """What to do: ok, raise, park, sleep, block, kill, segv, vanish, or raise what is no Exception."""
 
     do: str = "ok"
     seconds: float = 0.0
@@ -60,6 +60,8 @@ def obey(order: Order, message: Message) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "segv":
             os.kill(os.getpid(), signal.SIGSEGV)
+        case "vanish":
+            os._exit(7)
         case "exit":
             raise SystemExit(3)
         case "interrupt":

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,11 @@ class WorkerProcess:
     def is_running(self) -> bool:
         return self._process.poll() is None
 
+    def handlers(self) -> list[int]:
+        """The process ids of its consumers' children."""
+        return [pid for pid, _, parent, what in processes()
+                if parent == self.pid and "spawn_main" in what]  # fmt: skip
+
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
@@ -93,6 +98,28 @@ class Runs:
     def attempts(self, message_id: str) -> list[int]:
         """The attempt numbers of the runs that started, in order."""
         return [row["attempt"] for row in self.all("start", message_id)]
+
+
+def processes() -> Iterator[tuple[int, str, int, str]]:
+    """Every process: id, state, parent, command."""
+    if sys.platform != "linux":
+        command = ["ps", "-A", "-ww", "-o", "pid=,state=,ppid=,command="]
+        for line in subprocess.check_output(command, text=True).splitlines():
+            pid, state, parent, what = line.split(maxsplit=3)
+            yield int(pid), state[0], int(parent), what
+        return
+    for folder in Path("/proc").glob("[0-9]*"):  # (a minimal Debian has no ps)
+        try:
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            what = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
+        except OSError:
+            continue
+        yield int(folder.name), state, int(parent), what
+
+
+def is_gone(pid: int) -> bool:
+    """Whether no such process runs; one that ended and that nobody asked how counts as gone."""
+    return not any(one == pid and state != "Z" for one, state, _, _ in processes())
 
 
 def wait_until(condition: Callable[[], object], within: float = 10, every: float = 0.02) -> None:

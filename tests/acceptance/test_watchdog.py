@@ -1,0 +1,45 @@
+"""A handler that blocks the event loop is called by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from rabbit_tasks import App, Publisher
+from tests.conftest import eventually
+from tests.support import unruly
+from tests.support.workers import Runs, WorkerProcess
+
+Declared = Callable[[App], Awaitable[None]]
+Start = Callable[..., WorkerProcess]
+
+
+async def test_an_async_handler_that_blocks_the_loop_is_reported_while_it_blocks(
+    publisher: Publisher, declared: Declared, start_worker: Start, runs: Runs
+) -> None:
+    await declared(unruly.app)
+    worker = start_worker(
+        "unruly.blocks", app="tests.support.unruly:app", RABBIT_TASKS_HEARTBEAT="2"
+    ).ready()
+    await publisher.publish(unruly.Blocks, "3")
+    await eventually(lambda: "has stood still" in worker.log, within=5)
+    assert not runs.all("end")
+    (report,) = [line for line in worker.lines() if "has stood still" in line["message"]]
+    assert "Blocks.handle" in report["message"]
+    assert "plain def" in report["message"]
+    await eventually(lambda: runs.all("end"), within=5)
+    await publisher.publish(unruly.Blocks, "0")  # it works on, and blames nobody twice
+    await eventually(lambda: len(runs.all("end")) == 2)
+    assert worker.log.count("has stood still") == 1
+
+
+async def test_a_handler_that_computes_in_short_steps_is_not_blamed(
+    publisher: Publisher, declared: Declared, start_worker: Start, runs: Runs
+) -> None:
+    await declared(unruly.app)
+    worker = start_worker(
+        "unruly.blocks", app="tests.support.unruly:app", RABBIT_TASKS_HEARTBEAT="4"
+    ).ready()
+    for _ in range(5):
+        await publisher.publish(unruly.Blocks, "0.5")
+    await eventually(lambda: len(runs.all("end")) == 5)
+    assert "has stood still" not in worker.log
