@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shlex
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -62,6 +63,7 @@ class Connection(aio_pika.Connection):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.address: Address | None = None
         self._factory = _RawProperties()
         self.kwargs["transport_factory"] = self._factory
 
@@ -69,6 +71,19 @@ class Connection(aio_pika.Connection):
     def close_reason(self) -> tuple[int, str] | None:
         """Code and text with which the broker closed the connection, if it said any."""
         return self._factory.close_reason
+
+    @property
+    def vhost(self) -> str:
+        return self.address.vhost if self.address else "/"
+
+    @property
+    def permit(self) -> str:
+        """The command that gives our user every permission in our virtual host."""
+        user = self.address.user if self.address else "guest"
+        return (
+            f"rabbitmqctl set_permissions -p {shlex.quote(self.vhost)} {shlex.quote(user)} "
+            "'.*' '.*' '.*'"
+        )
 
     @property
     def _amqp(self) -> Transport:
@@ -102,8 +117,13 @@ class Connection(aio_pika.Connection):
 
     async def open(self, *, confirms: bool = False) -> Channel:
         """A new channel; a returned message raises."""
-        async with asyncio.timeout(RPC_TIMEOUT):
-            channel = await self._amqp.channel(publisher_confirms=confirms, on_return_raises=True)
+        try:
+            async with asyncio.timeout(RPC_TIMEOUT):
+                channel = await self._amqp.channel(
+                    publisher_confirms=confirms, on_return_raises=True
+                )
+        except RuntimeError as error:  # the library's word for a connection that is closed
+            raise amqp.ChannelInvalidStateError(*error.args) from None
         assert isinstance(channel, Channel)
         return channel
 
@@ -272,6 +292,7 @@ async def _connect(
     try:
         async with asyncio.timeout(share):
             await connection.connect()
+        connection.address = address
         return connection
     except TimeoutError:
         raise ConnectError(
@@ -299,14 +320,15 @@ def _why(address: Address, error: Exception, close: tuple[int, str] | None) -> C
     if code == 530 and "not found" in said:
         return ConnectError(
             f"{address} has no virtual host {address.vhost!r} (RABBIT_TASKS_URL, "
-            "RABBIT_TASKS_VHOST); create it: rabbitmqctl add_vhost NAME",
+            f"RABBIT_TASKS_VHOST); create it: rabbitmqctl add_vhost {shlex.quote(address.vhost)}",
             permanent=True,
         )
     if code == 530:
         return ConnectError(
             f"{address} does not let user {address.user!r} into virtual host {address.vhost!r} "
             f"(RABBIT_TASKS_USER, RABBIT_TASKS_VHOST): {said}; "
-            "allow it: rabbitmqctl set_permissions -p VHOST USER CONFIGURE WRITE READ",
+            f"allow it: rabbitmqctl set_permissions -p {shlex.quote(address.vhost)} "
+            f"{shlex.quote(address.user)} '.*' '.*' '.*'",
             permanent=True,
         )
     if code:

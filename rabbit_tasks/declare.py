@@ -8,11 +8,14 @@ what the broker has in its place and declare again, and every difference comes o
 from __future__ import annotations
 
 import re
+import shlex
+import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
+from urllib.parse import quote
 
 import aiormq.exceptions as amqp
 from aiormq.channel import Channel
@@ -82,13 +85,15 @@ async def declare(connection: Connection, topology: Topology) -> list[str]:
     queues = [queue for queue in topology.queues if queue.name in absent]
     for queue in queues:
         await _may_create(connection, queue)
+    for binding in topology.bindings:
+        await _may_bind(connection, binding)
     for exchange in topology.exchanges:
         if exchange.name in absent:
-            await _do(connection, exchange.name, partial(_declare_exchange, exchange=exchange))
+            await _create(connection, exchange.name, partial(_declare_exchange, exchange=exchange))
     for queue in queues:
-        await _do(connection, queue.name, partial(_declare_queue, queue=queue))
+        await _create(connection, queue.name, partial(_declare_queue, queue=queue))
     for binding in topology.bindings:
-        await _do(connection, binding.queue, partial(_bind, binding=binding))
+        await _create(connection, binding.queue, partial(_bind, binding=binding))
     return sorted(absent)
 
 
@@ -109,7 +114,12 @@ async def _compare_exchange(connection: Connection, exchange: Exchange) -> list[
     )
     if refusal is None:
         return []
-    remedy = f"delete the exchange or rename it, then run {COMMAND}"
+    host, vhost = connection.address.host if connection.address else "HOST", connection.vhost
+    path = f"{quote(vhost, safe='')}/{quote(exchange.name, safe='')}"
+    remedy = (
+        "it cannot be changed in place: delete it on the management page (or curl -u USER -X DELETE "
+        f"http://{host}:15672/api/exchanges/{path}) and run {COMMAND}"
+    )
     return [Difference(exchange.name, *refusal, remedy)]
 
 
@@ -118,7 +128,8 @@ async def _compare_queue(connection: Connection, queue: Queue) -> list[Differenc
         return [_missing(queue.name)]
     remedy = (
         "it cannot be changed in place: set it back in the consumer class, or let the queue run "
-        f"empty, delete it (rabbitmqctl delete_queue {queue.name!r}) and run {COMMAND}"
+        f"empty, delete it (rabbitmqctl delete_queue -p {shlex.quote(connection.vhost)} "
+        f"{shlex.quote(queue.name)}) and run {COMMAND}"
     )
     arguments: Arguments = dict(queue.arguments)
     found: dict[str, Difference] = {}
@@ -129,6 +140,13 @@ async def _compare_queue(connection: Connection, queue: Queue) -> list[Differenc
             break
         what, wanted, current = refusal
         known = what in found
+        if what == "exclusive":
+            remedy = (
+                "it goes with the connection that declared it; which: rabbitmqctl list_queues "
+                f"-p {shlex.quote(connection.vhost)} name owner_pid"
+            )
+        if what == "x-queue-type" and current == "none":
+            current = "classic"  # what no type meant when it was declared
         found[what] = Difference(queue.name, what, wanted, current, remedy)
         # Queues of another type compare only their own arguments, and what is not an argument
         # (durable, exclusive) is compared first and cannot be put right here.
@@ -161,6 +179,17 @@ async def _may_create(connection: Connection, queue: Queue) -> None:
     await _refusal(connection, queue.name, partial(_declare_queue, queue=probe))
 
 
+async def _may_bind(connection: Connection, binding: Binding) -> None:
+    """Have the broker check our permissions for a binding without making it.
+
+    Taking away a binding that never was changes nothing and needs the same permissions, which are
+    looked at before it looks for the queue and the exchange (3.10 to 4.3).
+    """
+    probe = replace(binding, key=f"permission probe {uuid.uuid4().hex}")
+    with suppress(amqp.ChannelNotFoundEntity):
+        await _do(connection, binding.queue, partial(_unbind, binding=probe))
+
+
 async def _declare_queue(channel: Channel, queue: Queue) -> None:
     await channel.queue_declare(
         queue.name, durable=True, arguments=queue.arguments, timeout=RPC_TIMEOUT
@@ -175,6 +204,12 @@ async def _declare_exchange(channel: Channel, exchange: Exchange) -> None:
 
 async def _bind(channel: Channel, binding: Binding) -> None:
     await channel.queue_bind(
+        binding.queue, binding.exchange, routing_key=binding.key, timeout=RPC_TIMEOUT
+    )
+
+
+async def _unbind(channel: Channel, binding: Binding) -> None:
+    await channel.queue_unbind(
         binding.queue, binding.exchange, routing_key=binding.key, timeout=RPC_TIMEOUT
     )
 
@@ -200,13 +235,13 @@ Call = Callable[[Channel], Awaitable[None]]
 
 async def _do(connection: Connection, name: str, call: Call) -> None:
     """TopologyError where the broker says no, in its own words and with the next step."""
-    channel = await connection.open()
+    channel: Channel | None = None
     try:
+        channel = await connection.open()
         await call(channel)
     except amqp.ChannelAccessRefused as error:
         raise TopologyError(
-            f"{name}: {_words(error)} (RABBIT_TASKS_USER); allow it: rabbitmqctl set_permissions "
-            "-p VHOST USER CONFIGURE WRITE READ"
+            f"{name}: {_words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
         ) from None
     except TimeoutError:
         raise TopologyError(
@@ -221,8 +256,19 @@ async def _do(connection: Connection, name: str, call: Call) -> None:
             ) from None
         raise error
     finally:
-        with suppress(Exception):
-            await channel.close()
+        if channel is not None:
+            with suppress(Exception):
+                await channel.close(timeout=RPC_TIMEOUT)
+
+
+async def _create(connection: Connection, name: str, call: Call) -> None:
+    """After everything was checked; so a "no" here is somebody else's work in between, or a limit."""
+    try:
+        await _do(connection, name, call)
+    except amqp.AMQPError as error:
+        raise TopologyError(
+            f"{name}: {_words(error)}; what is there now: rabbit-tasks topology check"
+        ) from None
 
 
 async def _exists(connection: Connection, name: str, look: Call) -> bool:
@@ -230,6 +276,8 @@ async def _exists(connection: Connection, name: str, look: Call) -> bool:
         await _do(connection, name, look)
     except amqp.ChannelNotFoundEntity:
         return False
+    except amqp.ChannelLockedResource:
+        return True  # exclusive, and another connection's
     return True
 
 
@@ -237,7 +285,9 @@ async def _refusal(connection: Connection, name: str, call: Call) -> tuple[str, 
     """Argument, wanted and found, where the broker has it differently."""
     try:
         await _do(connection, name, call)
-    except (amqp.ChannelPreconditionFailed, amqp.ChannelLockedResource) as error:
+    except amqp.ChannelLockedResource:
+        return "exclusive", "false", "true, of another connection"
+    except amqp.ChannelPreconditionFailed as error:
         match = _DIFFERS.search(_words(error))
         if match is None:
             return "definition", "ours", _words(error)
