@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import sys
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -13,11 +15,20 @@ from rabbit_tasks import consumer as consumers
 from rabbit_tasks.app import find_app, is_given
 from rabbit_tasks.broker import Publisher
 from rabbit_tasks.cli import Given, cli, run, tell
+from rabbit_tasks.cli.progress import counting
 from rabbit_tasks.consumer import Consumer
-from rabbit_tasks.errors import ConfigurationError, MalformedBody, PublishError
+from rabbit_tasks.errors import ConfigurationError, MalformedBody, RabbitTasksError
 from rabbit_tasks.settings import Settings
 
-_CHUNK = 200
+_CHUNK: Final = 200
+"""Bodies that are on their way at once."""
+
+Place = tuple[str, bytes]
+"""A body, and where it stands, for errors."""
+
+
+class _BadLine(RabbitTasksError):
+    """A line of stdin that a worker would park: what was read failed, not what was typed."""
 
 
 @cli.command("publish")
@@ -47,14 +58,28 @@ def publish(
         raise typer.BadParameter("--id goes with exactly one body")
     headers = dict(_header(text) for text in header or ())
     if bodies:
-        checked = [_check(consumer, body.encode(), f"body {i}") for i, body in enumerate(bodies, 1)]
-        run(_publish(settings, queue, consumer, iter(checked), headers, message_id))
+        places = [(f"body {i}", os.fsencode(body)) for i, body in enumerate(bodies, 1)]
+        try:
+            for where, body in places:  # all of them before the first one goes
+                _check(consumer, where, body)
+        except _BadLine as error:
+            raise ConfigurationError(str(error)) from None
+        stream: Iterator[Place] = iter(places)
     else:
-        lines = enumerate(iter(sys.stdin.buffer.readline, b""), 1)
-        stream = (
-            _check(consumer, line.rstrip(b"\r\n"), f"line {i}") for i, line in lines if line.strip()
-        )
-        run(_publish(settings, queue, consumer, stream, headers, None))
+        if sys.stdin.isatty():
+            tell("reading bodies, one a line; end with Ctrl-D")
+        stream = _lines(consumer)
+    run(_publish(settings, queue, consumer, stream, headers, message_id))
+
+
+def _lines(consumer: Consumer[object] | None) -> Iterator[Place]:
+    """The lines of stdin, checked; a blank one is a body only where bodies are taken literally."""
+    literal = consumer is not None and consumers.body_of(type(consumer)) in ("bytes", "text")
+    for i, line in enumerate(iter(sys.stdin.buffer.readline, b""), 1):
+        body = line.removesuffix(b"\n").removesuffix(b"\r")
+        if literal or body.strip():
+            _check(consumer, f"line {i}", body)
+            yield f"line {i}", body
 
 
 def _header(text: str) -> tuple[str, str]:
@@ -64,21 +89,22 @@ def _header(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _check(consumer: Consumer[object] | None, body: bytes, where: str) -> bytes:
-    """ConfigurationError where a worker would park it."""
+def _check(consumer: Consumer[object] | None, where: str, body: bytes) -> None:
+    """_BadLine where a worker would park it."""
     try:
         if consumer is not None:
             consumers.decode(type(consumer), body)
         else:
-            json.loads(body)
+            json.loads(body.decode(), parse_constant=_no_constant)
     except MalformedBody as error:
         kind = type(consumer).__name__
-        raise ConfigurationError(f"{where} is not what {kind} takes: {error}") from None
-    except ValueError as error:
-        raise ConfigurationError(
-            f"{where} is not JSON: {error}; quote it as the shell wants"
-        ) from None
-    return body
+        raise _BadLine(f"{where} is not what {kind} takes: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise _BadLine(f"{where} is not JSON: {error}; quote it as the shell wants") from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is none of its values")
 
 
 def _content_type(consumer: Consumer[object] | None) -> str:
@@ -92,39 +118,66 @@ async def _publish(
     settings: Settings,
     queue: str,
     consumer: Consumer[object] | None,
-    bodies: Iterator[bytes],
+    places: Iterator[Place],
     headers: dict[str, str],
     message_id: str | None,
 ) -> None:
     count = 0
-    common: dict[str, Any] = {"headers": headers, "content_type": _content_type(consumer)}
-    async with Publisher.open(settings) as publisher:
-        try:
-            for chunk in _chunks(bodies):
-                if message_id is not None:
-                    ids = [
-                        await publisher.publish(queue, chunk[0], message_id=message_id, **common)
-                    ]
-                else:
-                    ids = await publisher.publish_many(queue, chunk, **common)
-                count += len(ids)
-                typer.echo("\n".join(ids))
-        except (PublishError, ConfigurationError):
-            tell(f"{count} published before the fault")
-            raise
+    common: dict[str, Any] = {
+        "headers": headers, "content_type": _content_type(consumer), "message_id": message_id,
+    }  # fmt: skip
+    # The ids are on stdout: where that is a terminal, they are the progress.
+    with counting("publishing", shown=not sys.stdout.isatty()) as step:
+        async with Publisher.open(settings) as publisher:
+            try:
+                for chunk in _chunks(places):
+                    count += await _send(publisher, queue, chunk, common, step)
+            except RabbitTasksError:
+                tell(f"{count} published before the fault")
+                raise
     tell(f"{count} published to {queue}")
 
 
-def _chunks(bodies: Iterator[bytes]) -> Iterator[list[bytes]]:
+async def _send(
+    publisher: Publisher,
+    queue: str,
+    chunk: list[Place],
+    common: dict[str, Any],
+    step: Callable[[], None],
+) -> int:
+    """Publish some at once; how many. A failure says which went and which did not."""
+    results = await asyncio.gather(
+        *(publisher.publish(queue, body, **common) for _, body in chunk), return_exceptions=True
+    )
+    failed: list[tuple[str, BaseException]] = []
+    for (where, _), result in zip(chunk, results, strict=True):
+        if isinstance(result, BaseException):
+            failed.append((where, result))
+        else:
+            typer.echo(result)
+            step()
+    if failed:
+        where, error = failed[0]
+        if isinstance(error, ValueError):  # an id or a header that AMQP cannot carry
+            raise ConfigurationError(str(error)) from None
+        if not isinstance(error, RabbitTasksError):
+            raise error
+        more = f"; and so for {len(failed) - 1} more, to {failed[-1][0]}" if failed[1:] else ""
+        tell(f"{len(chunk) - len(failed)} of the last {len(chunk)} published")
+        raise type(error)(f"{where}: {error}{more}") from None
+    return len(chunk)
+
+
+def _chunks(places: Iterator[Place]) -> Iterator[list[Place]]:
     """Some bodies at a time; those before a bad one come before its error."""
-    chunk: list[bytes] = []
+    chunk: list[Place] = []
     try:
-        for body in bodies:
-            chunk.append(body)
+        for place in places:
+            chunk.append(place)
             if len(chunk) == _CHUNK:
                 yield chunk
                 chunk = []
-    except ConfigurationError:
+    except _BadLine:
         if chunk:
             yield chunk
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -44,21 +45,26 @@ def export(
     app = find_app(context.obj.app)
     path = file or Path("topology") / f"{app.name}.json"
     wanted = app.topology.definitions()
+    command = "rabbit-tasks topology export" + (f" --file {shlex.quote(str(file))}" if file else "")
     if not check:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(wanted)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted)
+        except OSError as error:
+            tell(f"error: {path} cannot be written: {error.strerror}")
+            raise typer.Exit(1) from None
         tell(f"wrote {path}")
         return
     if not path.is_file():
-        tell(f"error: there is no {path}; write it: rabbit-tasks topology export")
+        tell(f"error: there is no {path}; write it: {command}")
         raise typer.Exit(1)
-    found = path.read_text()
+    found = path.read_text(errors="replace")
     if found != wanted:
         lines = difflib.unified_diff(
             found.splitlines(), wanted.splitlines(), str(path), "the app", lineterm="", n=1
         )
         typer.echo("\n".join(lines))
-        tell(f"error: {path} is not the app's topology; write it: rabbit-tasks topology export")
+        tell(f"error: {path} is not the app's topology; write it: {command}")
         raise typer.Exit(1)
     tell(f"{path} is up to date")
 

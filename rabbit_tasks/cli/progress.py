@@ -1,0 +1,21 @@
+"""A count of what is done, on long work."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+@contextmanager
+def counting(verb: str, *, shown: bool = True) -> Iterator[Callable[[], None]]:
+    """Call what it gives once per message. It shows on stderr, and on a terminal only."""
+    with Progress(
+        SpinnerColumn(), TextColumn(verb), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=Console(stderr=True), disable=not (shown and sys.stderr.isatty()), transient=True,
+    ) as progress:  # fmt: skip
+        task = progress.add_task(verb, total=None)
+        yield lambda: progress.advance(task)
