@@ -35,10 +35,13 @@ def duration_of(text: str | float | timedelta) -> timedelta:
     """
     if isinstance(text, timedelta):
         return text
-    found = re.fullmatch(r"\s*(\d{1,12}(?:\.\d{1,6})?)\s*(ms|s|m|h|d|)\s*", str(text))
-    if not found:
+    number, unit = text, ""
+    if isinstance(text, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)\s*", text)
+        number, unit = found.groups() if found else ("nan", "")
+    try:
+        return float(number) * _UNITS[unit or "s"]
+    except (ValueError, OverflowError, TypeError):
         raise ValueError(
             f"{text!r} is no duration; write seconds, or a unit: 500ms, 10s, 5m, 2h, 1d"
-        )
-    number, unit = found.groups()
-    return float(number) * _UNITS[unit or "s"]
+        ) from None

@@ -19,7 +19,8 @@ PREFIX: Final = "RABBIT_TASKS_"
 DEFAULT_URL: Final = "amqp://guest:guest@localhost:5672/"
 _PORTS: Final = {"amqp": 5672, "amqps": 5671}
 
-Duration = Annotated[timedelta, BeforeValidator(duration_of)]
+# After the limits, so that these are told as "1 second" and not as Python's timedelta.
+_READ: Final = BeforeValidator(duration_of)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Settings(BaseSettings):
 
     url                 the broker, or several nodes of it separated by commas, tried in turn:
                         amqp://user:password@host:port/vhost, amqps:// for TLS. In a URL, write
-                        @ : / % # in passwords and virtual hosts as %40 %3A %2F %25 %23
+                        @ : / % # , in passwords and virtual hosts as %40 %3A %2F %25 %23 %2C
     user, password      instead of those in the URL; taken literally, nothing to encode
     vhost               instead of the one in the URL; likewise
     tls_ca              file of certificates that signed the broker's (default: the system's)
@@ -66,7 +67,7 @@ class Settings(BaseSettings):
         env_prefix=PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True
     )
 
-    url: str = DEFAULT_URL
+    url: Annotated[str, Field(repr=False)] = DEFAULT_URL
     user: str | None = None
     password: SecretStr | None = None
     vhost: str | None = None
@@ -74,13 +75,13 @@ class Settings(BaseSettings):
     tls_cert: Path | None = None
     tls_key: Path | None = None
     tls_check_host: bool = True
-    heartbeat: Annotated[Duration, Field(ge=timedelta(seconds=1), le=timedelta(minutes=10))] = (
-        timedelta(seconds=15)
-    )
-    connect_timeout: Annotated[Duration, Field(gt=timedelta())] = timedelta(seconds=9)
-    publish_timeout: Annotated[Duration, Field(gt=timedelta())] = timedelta(seconds=30)
-    grace: Annotated[Duration, Field(ge=timedelta())] = timedelta(seconds=30)
-    reconnect_cap: Annotated[Duration, Field(gt=timedelta())] = timedelta(seconds=10)
+    heartbeat: Annotated[
+        timedelta, Field(ge=timedelta(seconds=1), le=timedelta(minutes=10)), _READ
+    ] = timedelta(seconds=15)
+    connect_timeout: Annotated[timedelta, Field(gt=timedelta()), _READ] = timedelta(seconds=9)
+    publish_timeout: Annotated[timedelta, Field(gt=timedelta()), _READ] = timedelta(seconds=30)
+    grace: Annotated[timedelta, Field(ge=timedelta()), _READ] = timedelta(seconds=30)
+    reconnect_cap: Annotated[timedelta, Field(gt=timedelta()), _READ] = timedelta(seconds=10)
     error_stack: bool = True
     worker_name: str | None = None
 
@@ -90,9 +91,8 @@ class Settings(BaseSettings):
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False)[0]
             name = str(first["loc"][0]) if first["loc"] else "?"
-            raise ConfigurationError(
-                f"{PREFIX}{name.upper()}: {first['msg'].removeprefix('Value error, ')}"
-            ) from None
+            text = first["msg"].removeprefix("Value error, ")
+            raise ConfigurationError(f"{PREFIX}{name.upper()}: {text}") from None
         self.addresses()
 
     def changed(self, **values: Any) -> Self:
@@ -118,9 +118,9 @@ class Settings(BaseSettings):
                 or "@" in unquote(parts.hostname) or parts.netloc.count("@") > 1 \
                 or "@" in parts.path:  # fmt: skip
             raise ConfigurationError(
-                f"{PREFIX}URL is not amqp://user:password@host:port/vhost; encode @ : / % # in "
-                f"passwords and virtual hosts as %40 %3A %2F %25 %23, or set {PREFIX}PASSWORD and "
-                f"{PREFIX}VHOST, which are taken literally"
+                f"{PREFIX}URL is not amqp://user:password@host:port/vhost; encode @ : / % # , in "
+                f"passwords and virtual hosts as %40 %3A %2F %25 %23 %2C, or set {PREFIX}PASSWORD "
+                f"and {PREFIX}VHOST, which are taken literally"
             )
         password = self.password.get_secret_value() if self.password else None
         return Address(
@@ -143,15 +143,16 @@ class Settings(BaseSettings):
             raise ConfigurationError(f"{PREFIX}TLS_KEY needs {PREFIX}TLS_CERT, its certificate")
         try:
             context = ssl.create_default_context(cafile=self.tls_ca)
-        except ssl.SSLError as error:
+        except OSError as error:
+            why = error.reason if isinstance(error, ssl.SSLError) else error.strerror
             raise ConfigurationError(
-                f"{PREFIX}TLS_CA: {self.tls_ca} holds no certificate in PEM form ({error.reason})"
+                f"{PREFIX}TLS_CA: {self.tls_ca} holds no certificate in PEM form ({why})"
             ) from None
         context.check_hostname = self.tls_check_host
         if self.tls_cert:
             try:
                 context.load_cert_chain(self.tls_cert, self.tls_key, password=lambda: b"")
-            except (ssl.SSLError, OSError) as error:
+            except OSError as error:
                 raise ConfigurationError(
                     f"{PREFIX}TLS_CERT: {self.tls_cert} and its key cannot be used ({error})"
                 ) from None
