@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import tomllib
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import cached_property
@@ -50,7 +51,8 @@ class App:
             raise ConfigurationError(
                 f"App({name!r}): a name has letters, digits and . _ - only; it names a file"
             )
-        for consumer in consumers:
+        self.consumers = tuple(consumers)
+        for consumer in self.consumers:
             if isinstance(consumer, type) and issubclass(consumer, Consumer):
                 raise ConfigurationError(
                     f"App({name!r}) got the class {consumer.__name__}; pass an instance, "
@@ -62,7 +64,6 @@ class App:
                 )
             check(type(consumer))
         self.name = name
-        self.consumers = tuple(consumers)
         self.lifespan = lifespan
         self.observers = tuple(observers)
         self.redact = redact
@@ -113,16 +114,34 @@ def find_app(spec: str | None = None) -> App:
         raise ConfigurationError(
             f"{source}: {module_name} needs {error.name}, not installed"
         ) from error
+    except BaseException as error:
+        raise _broken(error, f"{source}: importing {module_name}", module_name) from error
     found: Any = module
-    for part in attribute.split("."):
-        found = getattr(found, part, None)
-    if not isinstance(found, App) and callable(found) and not isinstance(found, type):
-        found = found()
+    try:
+        for part in attribute.split("."):
+            found = getattr(found, part, None)
+        if not isinstance(found, App) and callable(found) and not isinstance(found, type):
+            found = found()
+    except BaseException as error:
+        raise _broken(error, f"{source}: {spec}", module_name) from error
     if not isinstance(found, App):
         apps = [name for name, value in vars(module).items() if isinstance(value, App)]
         hint = f"; it has {', '.join(f'{module_name}:{name}' for name in apps)}" if apps else ""
         raise ConfigurationError(f"{source}: {spec} is not a rabbit_tasks.App{hint}")
     return found
+
+
+def _broken(error: BaseException, what: str, module: str) -> BaseException:
+    """The user's own fault in one line, with the place to mend; what is ours stays as it is."""
+    if isinstance(error, (ConfigurationError, KeyboardInterrupt)):
+        return error
+    stack = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in stack if f.filename != __file__ and "importlib" not in f.filename]
+    where = f" at {theirs[-1].filename}:{theirs[-1].lineno}" if theirs else ""
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
+    return ConfigurationError(
+        f"{what} raised {text}{where}; python -c 'import {module}' shows its stack trace"
+    )
 
 
 def is_given() -> bool:
@@ -142,11 +161,13 @@ def _where(spec: str | None) -> tuple[str, str]:
     project = Path("pyproject.toml")
     if project.is_file():
         try:
-            tool = tomllib.loads(project.read_text()).get("tool", {})
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            found: Any = tomllib.loads(project.read_text("utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
             raise ConfigurationError(f"pyproject.toml cannot be read: {error}") from None
-        if isinstance(named := tool.get("rabbit_tasks", {}).get("app"), str):
-            return named, "pyproject.toml [tool.rabbit_tasks] app"
+        for part in ("tool", "rabbit_tasks", "app"):
+            found = found.get(part) if isinstance(found, dict) else None
+        if isinstance(found, str):
+            return found, "pyproject.toml [tool.rabbit_tasks] app"
     raise ConfigurationError(
         f"which app? Give --app module:attribute, set {VARIABLE}, or write it into pyproject.toml "
         "as [tool.rabbit_tasks] app"
