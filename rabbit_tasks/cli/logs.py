@@ -8,6 +8,8 @@ import sys
 import time
 from typing import Any, Literal
 
+from rabbit_tasks.history import escaped
+
 Format = Literal["text", "json"]
 
 
@@ -19,6 +21,12 @@ class TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
 
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's own name)
+        return escaped(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return escaped(super().formatException(ei), keep="\n\t")
+
 
 class JsonFormatter(logging.Formatter):
     """One JSON object per line: time (UTC), level, logger, message, and the event's own fields."""
@@ -26,7 +34,7 @@ class JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
-            "time": f"{when}.{record.msecs:03.0f}Z",
+            "time": f"{when}.{int(record.msecs):03}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -34,7 +42,9 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
+        text = json.dumps(line, ensure_ascii=False, default=str)
+        # Readable in any language, but for what drives a terminal or ends a line (U+2028, U+0085).
+        return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def configure(form: Format, level: str) -> None:
