@@ -17,8 +17,8 @@ import random
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from typing import Any, Final, TypeVar
 
 import aiormq.exceptions as amqp
@@ -45,6 +45,7 @@ from rabbit_tasks.errors import (
     RabbitTasksError,
     TopologyError,
 )
+from rabbit_tasks.history import failure_of
 from rabbit_tasks.isolation import Children
 from rabbit_tasks.settings import Settings
 from rabbit_tasks.topology import topology_of
@@ -162,7 +163,7 @@ class Worker:
             self._handlings.append(handling)
             await handling.start()
         if self._app.lifespan is not None:
-            await stack.enter_async_context(self._app.lifespan())
+            await stack.enter_async_context(_Lifespan(self._app.lifespan()))
 
     async def _unless_stopped(self, work: Awaitable[T]) -> T | None:
         """The result; None where we were asked to stop first, and the work was given up."""
@@ -401,6 +402,36 @@ class Worker:
             self._stop_now.set()
         await _all_of(self._pumps)
         stopper.cancel()
+
+
+class _Lifespan(AbstractAsyncContextManager[None]):
+    """An app's lifespan, kept from ending the worker as if all were well.
+
+    It may raise SystemExit(0), or swallow what the worker ended of.
+    """
+
+    def __init__(self, lifespan: AbstractAsyncContextManager[Any]) -> None:
+        self._lifespan = lifespan
+
+    async def __aenter__(self) -> None:
+        with _explained("the app's lifespan raised {} before the first message"):
+            await self._lifespan.__aenter__()
+
+    async def __aexit__(self, *error: Any) -> None:
+        with _explained("the app's lifespan raised {} after the last message", but=error[1]):
+            await self._lifespan.__aexit__(*error)
+
+
+@contextmanager
+def _explained(text: str, but: BaseException | None = None) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if error is but or is_cancelled():
+            raise
+        raise ConfigurationError(text.format(failure_of(error).log)) from error
 
 
 async def _all_of(tasks: set[asyncio.Task[None]]) -> None:
