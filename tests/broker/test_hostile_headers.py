@@ -261,7 +261,7 @@ async def test_a_hostile_message_is_retried_parked_and_replayed_with_every_byte_
     if cases is FORGED:
         # The second of two headers of one name is what 4.x keeps: an integer, so attempt 8.
         attempts.pop("everything of ours twice")
-    assert attempts == dict.fromkeys(attempts, [1, 2])
+    assert set(map(tuple, attempts.values())) == {(1, 2)}
 
 
 async def test_a_forged_retry_count_is_read_as_a_finite_number(
