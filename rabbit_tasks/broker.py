@@ -38,6 +38,8 @@ B = TypeVar("B")
 
 RPC_TIMEOUT: Final = 10.0
 """Seconds for the broker to answer a declare, a consume, an opened channel."""
+ALONE_FROM: Final = 1_048_576
+"""Bytes of a body from which a message is published on a channel of its own."""
 CLOSE_TIMEOUT: Final = 3.0
 """Seconds for the broker to answer a close before the socket is dropped."""
 
@@ -346,6 +348,12 @@ def _why(address: Address, error: Exception, close: tuple[int, str] | None) -> C
         )
     if isinstance(error, amqp.ProtocolSyntaxError | amqp.IncompatibleProtocolError):
         return ConnectError(f"{address} does not speak AMQP 0-9-1 (the port in RABBIT_TASKS_URL)")
+    if address.tls and isinstance(error, amqp.AMQPError):
+        # With TLS 1.3 our side of the handshake is done before the broker looks at our certificate.
+        return ConnectError(
+            f"{address} closed the connection after the TLS handshake (RABBIT_TASKS_TLS_CERT and "
+            "RABBIT_TASKS_TLS_KEY, if it asks for a certificate; else the port in RABBIT_TASKS_URL)"
+        )
     return ConnectError(f"{address} cannot be reached: {text or error!r} (RABBIT_TASKS_URL)")
 
 
@@ -505,11 +513,17 @@ class Publisher:
 
     async def _send(self, exchange: str, key: str, body: bytes, properties: Properties) -> None:
         where = f"{exchange!r} with key {key!r}" if exchange else f"queue {key!r}"
+        alone = _may_be_refused(body, properties)
+        channel: Channel | None = None
         sent = False
         try:
             async with asyncio.timeout(self._timeout):
                 while True:
-                    connection, channel = await self._channel(exchange)
+                    if alone:
+                        connection = await self.connect()
+                        channel = await connection.open(confirms=True)
+                    else:
+                        connection, channel = await self._channel(exchange)
                     # The frame with the properties cannot be split; over the limit the broker
                     # closes the connection (501), with everything else that is on it.
                     if properties.frame_size() > connection.frame_max:
@@ -545,8 +559,18 @@ class Publisher:
             raise Unconfirmed(
                 f"{where}: connection lost before the confirm", maybe_stored=sent
             ) from None
+        except amqp.ChannelPreconditionFailed as error:
+            if alone or f"size {len(body)} " in _words(error):
+                raise Refused(f"{where}: {_words(error)}") from None
+            raise Unconfirmed(
+                f"{where}: channel closed over another message before the confirm ({_words(error)})"
+            ) from None
         except (amqp.AMQPError, OSError, RuntimeError) as error:
             raise _refusal(where, exchange, error, sent=sent) from None
+        finally:
+            if alone and channel is not None:
+                with suppress(Exception):
+                    await channel.close(timeout=CLOSE_TIMEOUT)
 
     async def _channel(self, exchange: str) -> tuple[Connection, Channel]:
         connection, channel = self._connection, self._channels.get(exchange)
@@ -560,8 +584,27 @@ class Publisher:
         return connection, channel
 
 
+def _may_be_refused(body: bytes, properties: Properties) -> bool:
+    """Whether the broker may close the channel over this message (406, 3.10 to 4.3).
+
+    Every unconfirmed publish on that channel is then told the same, stored or not: so such a message
+    goes on a channel of its own. (The largest message is the broker's to configure, 16 MiB by
+    default.)
+    """
+    return (
+        len(body) > ALONE_FROM
+        or properties.text("expiration") is not None
+        or properties.text("user_id") is not None
+        or any(key in (b"\2CC", b"\3BCC") for key, _ in properties.table)
+    )
+
+
+def _words(error: Exception) -> str:
+    return " ".join(str(part) for part in error.args if part is not None)
+
+
 def _refusal(where: str, exchange: str, error: Exception, *, sent: bool) -> PublishError:
-    text = " ".join(str(part) for part in error.args if part is not None)
+    text = _words(error)
     declare = "rabbit-tasks topology declare"
     match error:
         case amqp.PublishError():
@@ -575,8 +618,6 @@ def _refusal(where: str, exchange: str, error: Exception, *, sent: bool) -> Publ
             return Unroutable(f"{where}: {text}; create it: {declare}")
         case amqp.ChannelAccessRefused():
             return Refused(f"{where}: {text}; give the user write permission on it")
-        case amqp.ChannelPreconditionFailed():
-            return Refused(f"{where}: {text}")
     lost = f"{where}: connection lost before the confirm ({text or error!r})"
     return Unconfirmed(lost, maybe_stored=sent)
 
