@@ -1,0 +1,296 @@
+"""A publish is confirmed, or the error says which of three it is and whether it may be stored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rabbit_tasks import Publisher, Settings
+from rabbit_tasks.broker import Connection
+from rabbit_tasks.errors import PublishError, Refused, Unconfirmed, Unroutable
+from rabbit_tasks.properties import Properties
+from tests.conftest import eventually
+from tests.support.brokers import Broker
+from tests.support.proxy import Proxy, before
+from tests.support.queues import depth, take_all
+
+
+async def queue(connection: Connection, name: str = "q", **arguments: Any) -> None:
+    channel = await connection.open()
+    await channel.queue_declare(
+        name, durable=True,
+        arguments={"x-queue-type": "quorum"} | {k.replace("_", "-"): v for k, v in arguments.items()},
+    )  # fmt: skip
+    await channel.close()
+
+
+async def full_queue(connection: Connection) -> None:
+    channel = await connection.open()
+    await channel.queue_declare(
+        "full", durable=True,
+        arguments={"x-queue-type": "classic", "x-max-length": 1, "x-overflow": "reject-publish"},
+    )  # fmt: skip
+    await channel.close()
+
+
+async def test_two_messages_in_flight_with_one_id_never_swap_their_answers(
+    connection: Connection, publisher: Publisher
+) -> None:
+    await queue(connection)
+
+    async def publish(to: str) -> str:
+        try:
+            await publisher.publish(to, to, message_id="one id")
+        except Unroutable:
+            return f"{to} unroutable"
+        return f"{to} stored"
+
+    targets = ["q", "nowhere", "nowhere", "q"] * 50
+    answers = await asyncio.gather(*(publish(to) for to in targets))
+    assert Counter(answers) == {"q stored": 100, "nowhere unroutable": 100}
+    assert [answer.split()[0] for answer in answers] == targets
+    assert await depth(connection, "q") == 100
+
+
+async def test_ids_that_only_look_alike_never_swap_their_answers(
+    connection: Connection, publisher: Publisher
+) -> None:
+    await queue(connection)
+    ids = ["", "ü", "ü" * 100, "a" * 255, "a" * 199, "\n", "None"]
+    given = [*(Properties.of({}, message_id=one) for one in ids), Properties({})]
+    answers = await asyncio.gather(
+        *(publisher.send("", to, b"", one) for one in given for to in ("q", "nowhere")),
+        return_exceptions=True,
+    )
+    assert answers[::2] == [None] * len(given)
+    assert all(isinstance(answer, Unroutable) for answer in answers[1::2])
+
+
+async def test_an_unroutable_message_is_told_so_and_was_not_stored(
+    connection: Connection, publisher: Publisher
+) -> None:
+    with pytest.raises(Unroutable, match="topology declare") as error:
+        await publisher.publish("nowhere", {"a": 1})
+    assert not error.value.maybe_stored
+    with pytest.raises(Unroutable) as error:
+        await publisher.send("no-such-exchange", "key", b"", Properties({}))
+    assert not error.value.maybe_stored
+    await queue(connection)
+    await publisher.publish("q", "good")
+    assert await depth(connection, "q") == 1
+
+
+async def test_a_full_queue_refuses_and_the_next_publish_is_confirmed(
+    connection: Connection, publisher: Publisher
+) -> None:
+    await full_queue(connection)
+    await publisher.publish("full", "first")
+    with pytest.raises(Refused, match="full") as error:
+        await publisher.publish("full", "second")
+    assert not error.value.maybe_stored
+    (first,) = await take_all(connection, "full")
+    assert first.body == b"first"
+    await publisher.publish("full", "third")
+
+
+async def test_headers_beyond_a_frame_are_refused_and_cost_no_one_else_anything(
+    connection: Connection, publisher: Publisher
+) -> None:
+    await queue(connection)
+    long = {"long": "x" * 131_072}
+    answers = await asyncio.gather(
+        *(publisher.publish("q", i, headers=long if i == 25 else None) for i in range(50)),
+        return_exceptions=True,
+    )
+    (refused,) = (answer for answer in answers if isinstance(answer, BaseException))
+    assert isinstance(refused, Refused)
+    assert not refused.maybe_stored
+    assert await depth(connection, "q") == 49
+
+
+@pytest.mark.parametrize("wrong", ["too large", "expiration", "user_id", "CC"])
+async def test_what_the_broker_refuses_is_not_told_to_others_in_flight(
+    wrong: str, broker: Broker, connection: Connection, publisher: Publisher
+) -> None:
+    """The broker closes the channel over one message, with all that are unconfirmed on it."""
+    await queue(connection)
+    cases: dict[str, dict[str, Any]] = {
+        "too large": {
+            "body": bytes(135_000_000 if broker.version.startswith("3.") else 17_000_000)
+        },
+        "expiration": {"expiration": "soon"},
+        "user_id": {"user_id": "somebody"},
+        "CC": {"headers": {"CC": "not a list"}},
+    }
+    how = cases[wrong]
+    body = how.pop("body", b"wrong")
+
+    async def publish(i: int) -> str:
+        try:
+            if i == 10:
+                await publisher.publish("q", body, message_id="wrong", **how)
+            else:
+                await publisher.publish("q", str(i), message_id=str(i))
+        except Refused:
+            return "refused"
+        except Unconfirmed as error:
+            return "unconfirmed" if error.maybe_stored else "not sent"
+        return "stored"
+
+    answers = await asyncio.gather(*(publish(i) for i in range(20)))
+    assert answers[10] == "refused"
+    stored = {one.body.decode() for one in await take_all(connection, "q")}
+    assert answers == ["refused" if i == 10 else "stored" for i in range(20)]
+    assert stored == {str(i) for i in range(20)} - {"10"}
+    await publisher.publish("q", "good")
+    assert await depth(connection, "q") == 1
+
+
+@pytest.fixture
+async def proxy(broker: Broker) -> Any:
+    async with before(broker.host, broker.port) as made:
+        yield made
+
+
+@pytest.fixture
+def impatient(broker: Broker, vhost: str, proxy: Proxy) -> Settings:
+    url = broker.url(vhost).replace(f":{broker.port}/", f":{proxy.port}/")
+    return Settings(url=url, heartbeat=10, publish_timeout=0.5, connect_timeout=2)
+
+
+async def test_no_answer_in_time_is_unconfirmed_and_may_be_stored(
+    connection: Connection, proxy: Proxy, impatient: Settings
+) -> None:
+    await queue(connection)
+    async with Publisher.open(impatient) as publisher:
+        await publisher.publish("q", "before")
+        proxy.swallow()
+        with pytest.raises(Unconfirmed, match=r"not confirmed within 0\.5 s") as error:
+            await publisher.publish("q", "during")
+        assert error.value.maybe_stored
+        await eventually(lambda: _holds(connection, 2))
+        proxy.flow()
+        await eventually(lambda: _confirms(publisher))
+        bodies = [one.body for one in await take_all(connection, "q")]
+        assert bodies[:2] == [b"before", b"during"]
+        assert bodies[-1] == b"after"
+
+
+async def test_a_connection_cut_before_the_confirm_is_unconfirmed_and_the_next_publish_connects(
+    connection: Connection, proxy: Proxy, impatient: Settings
+) -> None:
+    await queue(connection)
+    async with Publisher.open(impatient.changed(publish_timeout=10)) as publisher:
+        await publisher.publish("q", "before")
+        proxy.swallow()
+        publishing = [asyncio.create_task(publisher.publish("q", str(i))) for i in range(20)]
+        await eventually(lambda: _holds(connection, 21))
+        proxy.flow()  # cuts
+        answers = await asyncio.gather(*publishing, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [Unconfirmed] * 20
+        assert all(isinstance(a, PublishError) and a.maybe_stored for a in answers)
+        await publisher.publish("q", "after")
+        assert await depth(connection, "q") == 22
+
+
+async def test_connections_cut_again_and_again_lose_no_confirmed_message(
+    connection: Connection, proxy: Proxy, impatient: Settings
+) -> None:
+    await queue(connection)
+    confirmed: set[str] = set()
+    async with Publisher.open(impatient.changed(publish_timeout=10)) as publisher:
+
+        async def publish(i: int) -> None:
+            try:
+                await publisher.publish("q", str(i))
+            except Unconfirmed:
+                pass
+            else:
+                confirmed.add(str(i))
+
+        for start in range(0, 400, 80):
+            publishing = [asyncio.create_task(publish(i)) for i in range(start, start + 80)]
+            await eventually(lambda s=start: len(confirmed) > s // 4)  # type: ignore[misc]
+            proxy.cut()
+            await asyncio.gather(*publishing)
+        await publisher.publish("q", "last")
+    stored = {one.body.decode() for one in await take_all(connection, "q")}
+    assert confirmed <= stored
+    assert "last" in stored
+
+
+async def test_publish_many_stops_at_a_failure_and_says_how_many_were_confirmed(
+    connection: Connection, publisher: Publisher
+) -> None:
+    await full_queue(connection)
+    read: list[int] = []
+
+    def bodies() -> Iterator[int]:
+        for i in range(10_000):
+            read.append(i)
+            yield i
+
+    with pytest.raises(Refused) as error:
+        await publisher.publish_many("full", bodies(), window=5)
+    stored = await depth(connection, "full")
+    assert error.value.__notes__ == [f"{stored} were confirmed before this one"]
+    assert len(read) < 100
+
+
+async def test_a_publish_that_is_cancelled_leaves_the_publisher_usable(
+    connection: Connection, publisher: Publisher
+) -> None:
+    await queue(connection)
+    for _ in range(20):
+        publishing = [
+            asyncio.create_task(publisher.publish(to, "x", message_id="same"))
+            for to in ("q", "nowhere", "q", "nowhere")
+        ]
+        await asyncio.sleep(0)
+        for task in publishing[::2]:
+            task.cancel()
+        answers = await asyncio.gather(*publishing, return_exceptions=True)
+        assert all(isinstance(answer, Unroutable) for answer in answers[1::2]), answers
+    await publisher.publish("q", "last", message_id="same")
+    assert (await take_all(connection, "q"))[-1].body == b"last"
+
+
+async def _holds(connection: Connection, count: int) -> bool:
+    return await depth(connection, "q") == count
+
+
+async def _confirms(publisher: Publisher) -> bool:
+    try:
+        await publisher.publish("q", "after")
+    except PublishError:
+        return False
+    return True
+
+
+async def test_a_channel_that_one_message_closes_tells_no_other_that_it_was_refused(
+    broker: Broker, connection: Connection, publisher: Publisher
+) -> None:
+    """Where it could not be foreseen, the others may be stored, and are told so."""
+    if not broker.version.startswith("3."):
+        pytest.skip("4.x takes any delivery mode: nothing unforeseen is known")
+    await queue(connection)
+
+    async def publish(i: int) -> str:
+        try:
+            wrong = {"delivery_mode": 7} if i == 10 else {}
+            await publisher.send("", "q", str(i).encode(), Properties.of({}, **wrong))
+        except Unconfirmed as error:
+            return "unconfirmed" if error.maybe_stored else "not sent"
+        return "stored"
+
+    answers = await asyncio.gather(*(publish(i) for i in range(20)))
+    stored = {one.body.decode() for one in await take_all(connection, "q")}
+    assert "10" not in stored
+    for i, answer in enumerate(answers):
+        if i != 10:
+            assert answer == "unconfirmed" or (str(i) in stored) == (answer == "stored"), answers
+    await publisher.publish("q", "good")
