@@ -40,6 +40,7 @@ RPC_TIMEOUT: Final = 10.0
 """Seconds for the broker to answer a declare, a consume, an opened channel."""
 ALONE_FROM: Final = 1_048_576
 """Bytes of a body from which a message is published on a channel of its own."""
+UNANSWERED_KEPT: Final = 100_000
 CLOSE_TIMEOUT: Final = 3.0
 """Seconds for the broker to answer a close before the socket is dropped."""
 
@@ -386,6 +387,7 @@ class Publisher:
         # other publish on it, whether stored or not.
         self._channels: dict[str, Channel] = {}
         self._in_flight: dict[str, asyncio.Future[None]] = {}
+        self._unanswered: set[str] = set()
 
     @classmethod
     @asynccontextmanager
@@ -403,6 +405,7 @@ class Publisher:
         async with self._opening:
             if self._connection is None or self._connection.is_lost:
                 self._channels.clear()
+                self._unanswered.clear()
                 if self._connection is not None:
                     await self._connection.end()
                 self._connection = await connect(self._settings, "publisher")
@@ -505,15 +508,22 @@ class Publisher:
         while (other := self._in_flight.get(mark)) is not None:
             await asyncio.wait([other])
         done = self._in_flight[mark] = asyncio.get_running_loop().create_future()
+        # Nor must the answer to one that was given up reach the next of that id on its channel.
+        alone = mark in self._unanswered or _may_be_refused(body, properties)
         try:
-            await self._send(exchange, key, body, properties)
+            await self._send(exchange, key, body, properties, alone=alone)
+        except (Unconfirmed, asyncio.CancelledError):
+            if len(self._unanswered) < UNANSWERED_KEPT:
+                self._unanswered.add(mark)
+            raise
         finally:
             del self._in_flight[mark]
             done.set_result(None)
 
-    async def _send(self, exchange: str, key: str, body: bytes, properties: Properties) -> None:
+    async def _send(
+        self, exchange: str, key: str, body: bytes, properties: Properties, *, alone: bool
+    ) -> None:
         where = f"{exchange!r} with key {key!r}" if exchange else f"queue {key!r}"
-        alone = _may_be_refused(body, properties)
         channel: Channel | None = None
         sent = False
         try:
