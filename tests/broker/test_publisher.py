@@ -180,6 +180,22 @@ async def test_no_answer_in_time_is_unconfirmed_and_may_be_stored(
         assert bodies[-1] == b"after"
 
 
+async def test_a_late_answer_does_not_reach_the_next_message_of_that_id(
+    connection: Connection, proxy: Proxy, impatient: Settings
+) -> None:
+    await queue(connection)
+    async with Publisher.open(impatient) as publisher:
+        await publisher.publish("q", "before")
+        proxy.hold()
+        with pytest.raises(Unconfirmed):
+            await publisher.publish("nowhere", "gone", message_id="one id")
+        publishing = asyncio.create_task(publisher.publish("q", "stored", message_id="one id"))
+        await asyncio.sleep(0.1)  # on its way, or waiting for a channel: its answer is held
+        proxy.release()
+        assert await publishing == "one id"
+    assert [one.body for one in await take_all(connection, "q")] == [b"before", b"stored"]
+
+
 async def test_a_connection_cut_before_the_confirm_is_unconfirmed_and_the_next_publish_connects(
     connection: Connection, proxy: Proxy, impatient: Settings
 ) -> None:

@@ -13,18 +13,27 @@ class Proxy:
     def __init__(self, host: str, port: int) -> None:
         self._to = host, port
         self._writers: set[asyncio.StreamWriter] = set()
-        self._flowing = asyncio.Event()
-        self._flowing.set()
+        self._flowing = True
+        self._held = asyncio.Event()
+        self._held.set()
         self.port = 0
 
     def swallow(self) -> None:
         """From now on the broker's answers are dropped; what is sent still reaches it."""
-        self._flowing.clear()
+        self._flowing = False
+
+    def hold(self) -> None:
+        """From now on the broker's answers wait."""
+        self._held.clear()
+
+    def release(self) -> None:
+        """What waits goes on its way."""
+        self._held.set()
 
     def flow(self) -> None:
         """Pass answers on again. Connections that missed some are of no more use."""
         self.cut()
-        self._flowing.set()
+        self._flowing = True
 
     def cut(self) -> None:
         """Drop every connection, as a network does."""
@@ -45,7 +54,9 @@ class Proxy:
     ) -> None:
         with suppress(ConnectionError):
             while data := await reader.read(65_536):
-                if not answers or self._flowing.is_set():
+                if answers:
+                    await self._held.wait()
+                if not answers or self._flowing:
                     writer.write(data)
                     await writer.drain()
         with suppress(ConnectionError):
