@@ -57,8 +57,9 @@ def options(
     url: Annotated[
         str | None,
         typer.Option(
+            metavar="URL",
             help="The broker, amqp://user:password@host:port/vhost; several with commas. "
-            "Else RABBIT_TASKS_URL."
+            "Else RABBIT_TASKS_URL.",
         ),
     ] = None,
     _: Annotated[
@@ -84,7 +85,7 @@ def main() -> None:
     from rabbit_tasks.cli import demo, parked, publish, topology, work  # noqa: F401
 
     try:
-        cli()
+        cli(prog_name="rabbit-tasks")
     except RabbitTasksError as error:
         for line in str(error).splitlines():
             tell(f"error: {line}")
