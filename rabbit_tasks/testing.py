@@ -37,13 +37,16 @@ async def perform(
         outcome = await perform(ResizeImage(store), ImageUploaded(path="a.jpg"))
         assert outcome == Done()
     """
-    raw = body if isinstance(body, bytes) else consumers.encode(type(consumer), body)[0]
+    if isinstance(body, bytes):
+        raw, values = body, properties
+    else:
+        raw, content_type = consumers.encode(type(consumer), body)
+        values = {"content_type": content_type, **properties}
+    failed = {RETRY_COUNT: attempt - 1} if attempt > 1 else {}
     given = Properties.of(
-        {**(headers or {}), RETRY_COUNT: attempt - 1},
+        {**(headers or {}), **failed},
         message_id=message_id or uuid.uuid4().hex,
-        timestamp=datetime.now(UTC),
-        delivery_mode=2,
-        **properties,
+        **{"timestamp": datetime.now(UTC), "delivery_mode": 2, **values},
     )
     children = Children(consumer) if consumer.isolation == "process" else None
     handling = Handling(consumer, children=children)
