@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import struct
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -385,6 +387,27 @@ def test_a_forged_history_is_read_and_never_hinders_a_copy(forged: Any) -> None:
     found = history.attempts(copy)
     assert len(found) <= history.HISTORY
     assert found[-1]["error"] == "ValueError: no"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("attempt", b"L" + b"\xff" * 8),
+        ("seconds", b"d" + struct.pack(">d", math.inf)),
+        ("seconds", b"f" + struct.pack(">f", math.nan)),
+        ("when", b"S\0\0\0\1\xff"),
+        ("error", b"S\0\1\x86\xa0" + b"x" * 100_000),
+    ],
+)
+def test_what_a_forged_history_holds_that_we_cannot_write_is_left_out(
+    name: str, value: bytes
+) -> None:
+    one = entry(name, value)
+    table = b"F" + len(one).to_bytes(4, "big") + one
+    before = of_table(entry(names.ATTEMPTS, b"A" + len(table).to_bytes(4, "big") + table))
+    copy = copy_of(before, headers_of(raised(ValueError("no")), before))
+    assert copy is not None
+    assert names.retry_count(copy) == 1
 
 
 def test_what_is_like_ours_in_a_forged_history_is_kept() -> None:
