@@ -266,7 +266,9 @@ class Handling:
             await self._put_back(delivery)
             raise
         except asyncio.CancelledError:
-            if not delivery.settling:  # else its copy may be on its way
+            # Not where its copy may be on its way; nor where nobody stops us and the event loop ends
+            # all the same, perhaps of this very message: the broker counts how often that happens.
+            if not delivery.settling and self.stopping.is_set():
                 await self._put_back(delivery)
             raise
         finally:

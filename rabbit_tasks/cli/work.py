@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 from rabbit_tasks.app import find_app
-from rabbit_tasks.cli import cli, run
+from rabbit_tasks.cli import cli, run, tell
 from rabbit_tasks.cli.logs import Format, configure
 from rabbit_tasks.settings import Settings
 from rabbit_tasks.worker import Worker
@@ -48,7 +48,16 @@ def work(
     log_setup()
     settings = Settings().changed(url=context.obj.url, grace=grace)
     app = find_app(context.obj.app)
-    run(_work(Worker(app, settings, queues=queues or (), declare=declare, log_setup=log_setup)))
+    worker = Worker(app, settings, queues=queues or (), declare=declare, log_setup=log_setup)
+    try:
+        run(_work(worker))
+    except SystemExit as error:
+        # Not ours: we never exit in the event loop. With its code it could pass for a clean end.
+        tell(
+            f"error: a task or callback that a handler started raised SystemExit({error.code!r}), "
+            "which ends the event loop; its message is delivered again, up to the delivery limit"
+        )
+        raise typer.Exit(1) from None
     if any(
         not thread.daemon
         for thread in threading.enumerate()
