@@ -202,5 +202,29 @@ async def test_a_lifespan_that_fails_at_its_end_loses_nothing(
     assert await depth(connection, "failing.parked") == 0
 
 
+@pytest.mark.parametrize("name", ["SystemExit 0", "KeyboardInterrupt"])
+async def test_a_task_of_a_handler_that_ends_the_event_loop_ends_in_the_parking_lot(
+    name: str,
+    start_worker: Start,
+    declared: Declared,
+    connection: Connection,
+    publisher: Publisher,
+) -> None:
+    """It takes the worker with it, so the delivery limit has to count it."""
+    await declared(failing.spawns)
+    await publisher.publish("failing", name, message_id="bad")
+    await publisher.publish("failing", "good")
+    for _ in range(failing.Spawns.delivery_limit + 1):
+        worker = start_worker(app="tests.support.failing:spawns")
+        await eventually(lambda w=worker: not w.is_running, 20)  # type: ignore[misc]
+        assert worker.wait() != 0, worker.log
+    worker = start_worker(app="tests.support.failing:spawns").ready()
+    await eventually(lambda: _empty(connection))
+    (parked,) = [one async for one in parking.browse(connection, "failing")]
+    assert parked.id == "bad"
+    assert "delivery limit" in parked.reason
+    assert worker.terminate() == 0
+
+
 async def _empty(connection: Connection) -> bool:
     return await depth(connection, "failing") == 0

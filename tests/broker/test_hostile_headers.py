@@ -240,6 +240,9 @@ async def endure(
             assert message.attempt == hostile.seen[name][0].attempt + 1, name
         if len(hostile.seen[name]) == 2:  # else there may be no room even for this
             assert [copy.number("delivery_mode") for copy in stages[1:]] == [2, 2, 2], name
+        for copy in stages[1:]:
+            assert copy.text("expiration") is None, name
+            assert copy.text("user_id") is None, name
     return hostile
 
 

@@ -233,6 +233,20 @@ class CancelsItself(Fails):
         self.done.append(str(message.id))
 
 
+class Spawns(Fails):
+    """Starts a task that ends the event loop, and waits for it."""
+
+    queue = "failing"
+    delivery_limit = 1
+
+    async def handle(self, body: str, message: Message) -> None:
+        if body != "good":
+            await asyncio.create_task(self._raise(body))
+
+    async def _raise(self, body: str) -> None:
+        fail(body)
+
+
 # --- for workers of their own ---------------------------------------------------------------------
 
 FAILING = os.environ.get("FAILING", "good")
@@ -280,3 +294,4 @@ def unpacked() -> App:
 
 entry = App("failing", [FailsAsync()], lifespan=fails_at_entry)
 leaving = App("failing", [FailsAsync()], lifespan=fails_at_exit)
+spawns = App("failing", [Spawns()])
