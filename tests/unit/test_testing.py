@@ -149,7 +149,6 @@ async def test_whatever_a_handler_raises_becomes_an_outcome(
     ("do", "expected", "error"),
     [
         ("ValueError", RetryAfter, "no"),
-        ("SystemExit", RetryAfter, "3"),
         ("Park", Parked, "no such image"),
         ("kill", RetryAfter, "the handler's process was killed by SIGKILL"),
         ("wait", RetryAfter, "the handler outlasted its 1 s and was killed"),
@@ -211,6 +210,12 @@ async def test_cancelling_perform_cancels_the_handler_and_passes_through() -> No
         queue = "q.patient"
         timeout = None
 
+        async def handle(self, order: Order, message: Message) -> None:
+            try:
+                await super().handle(order, message)
+            except asyncio.CancelledError:
+                raise ValueError("a library that hides a cancellation") from None
+
     consumer = Patient()
     task = asyncio.create_task(perform(consumer, Order(do="wait")))
     while not consumer.seen:
@@ -268,6 +273,14 @@ async def test_the_handler_sees_the_message_as_given() -> None:
     assert message.timestamp is not None
     assert datetime.now(UTC) - message.timestamp < timedelta(seconds=60)
     assert repr(message) == "<Message m of q.loop, attempt 2, 11 bytes>"
+
+
+async def test_a_first_attempt_has_no_header_of_ours() -> None:
+    consumer = InLoop()
+    await perform(consumer, Order())
+    (message,) = consumer.seen
+    assert (message.attempt, message.headers) == (1, {})
+    assert message.id
 
 
 async def test_the_content_type_is_that_of_the_body() -> None:
