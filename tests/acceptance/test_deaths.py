@@ -142,9 +142,8 @@ async def test_workers_killed_under_load_lose_nothing(
         await asyncio.to_thread(pair[0].ready)
         await asyncio.sleep(dice.uniform(0, 0.3))  # any moment will do
         killed.signal(signal.SIGKILL)
-    done = lambda: {row["id"] for row in runs.all("end")}  # noqa: E731
-    await eventually(lambda: len(done()) == len(ids), within=40)
-    assert done() == set(ids)
+    await eventually(lambda: len({row["id"] for row in runs.all("end")}) == len(ids), within=40)
+    assert {row["id"] for row in runs.all("end")} == set(ids)
     for worker in pair:
         assert await asyncio.to_thread(worker.terminate, 10) == 0
         assert "Traceback" not in worker.log

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -11,6 +10,7 @@ import pytest
 from rabbit_tasks import App, Publisher
 from tests.conftest import eventually
 from tests.support.brokers import Broker
+from tests.support.line import Line
 from tests.support.obedient import Obey, Order
 from tests.support.obedient import app as obedient
 from tests.support.workers import Runs, WorkerProcess
@@ -111,31 +111,19 @@ async def test_a_worker_waits_for_a_broker_that_is_not_there_yet(
     start_worker: Start, declared: Declared, broker: Broker, vhost: str, publisher: Publisher,
     runs: Runs,
 ) -> None:  # fmt: skip
-    """The broker comes as a port that begins to forward to it."""
     await declared(obedient)
-    with socket.socket() as reserved:
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-    url = broker.url(vhost).replace(f":{broker.port}/", f":{port}/")
-    worker = start_worker("obey.async", RABBIT_TASKS_URL=url)
+    line = Line(broker)
+    worker = start_worker("obey.async", RABBIT_TASKS_URL=line.url(vhost))
     await eventually(lambda: worker.log.count("next try in") >= 3)
     tries = worker.lines()
     assert all("cannot be reached" in line["message"] for line in tries)
     assert all("RABBIT_TASKS_URL" in line["message"] for line in tries)
     assert len(worker.log.splitlines()) == len(tries)
-
-    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(broker.host, broker.port)
-
-        async def pipe(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-            while piece := await source.read(65_536):
-                target.write(piece)
-            target.close()
-
-        await asyncio.gather(pipe(reader, back), pipe(there, writer), return_exceptions=True)
-
-    async with await asyncio.start_server(forward, "127.0.0.1", port):
+    await line.up()
+    try:
         await eventually(lambda: "connected to RabbitMQ" in worker.log, within=15)
         message_id = await publisher.publish(Obey, Order())
         await eventually(lambda: runs.all("end", message_id))
         assert await asyncio.to_thread(worker.terminate, 8) == 0
+    finally:
+        line.down()

@@ -26,6 +26,7 @@ class Order(BaseModel):
 
     do: str = "ok"
     seconds: float = 0.0
+    """How long it takes, whatever it is; `block` does not let go of the interpreter's thread."""
     times: int = 10**9
     """Do it for so many attempts, then `ok`."""
     pad: str = ""
@@ -86,7 +87,7 @@ class Obey(Consumer[Order]):
 
     async def handle(self, order: Order, message: Message) -> None:
         record("start", message)
-        if order.do == "sleep":
+        if order.do != "block":
             await asyncio.sleep(order.seconds)
         obey(order, message)
         record("end", message)
@@ -101,7 +102,7 @@ class ObeyInThread(Consumer[Order]):
 
     def handle(self, order: Order, message: Message) -> None:
         record("start", message)
-        if order.do == "sleep":
+        if order.do != "block":
             time.sleep(order.seconds)
         obey(order, message)
         record("end", message)
@@ -118,7 +119,7 @@ class ObeyInProcess(Consumer[Order]):
 
     def handle(self, order: Order, message: Message) -> None:
         record("start", message)
-        if order.do == "sleep":
+        if order.do != "block":
             time.sleep(order.seconds)
         obey(order, message)
         record("end", message)

@@ -24,7 +24,7 @@ class Patient(Consumer[Order]):
 
     async def handle(self, order: Order, message: Message) -> None:
         record("start", message)
-        if order.do == "sleep":
+        if order.do != "block":
             await asyncio.sleep(order.seconds)
         obey(order, message)
         record("end", message)
@@ -38,7 +38,7 @@ class PatientInThread(Consumer[Order]):
 
     def handle(self, order: Order, message: Message) -> None:
         record("start", message)
-        if order.do == "sleep":
+        if order.do != "block":
             time.sleep(order.seconds)
         obey(order, message)
         record("end", message)
@@ -53,7 +53,7 @@ class PatientInProcess(Consumer[Order]):
 
     def handle(self, order: Order, message: Message) -> None:
         record("start", message)
-        if order.do == "sleep":
+        if order.do != "block":
             time.sleep(order.seconds)
         obey(order, message)
         record("end", message)
