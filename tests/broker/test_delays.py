@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
 
-from rabbit_tasks import App, Consumer, Message, Publisher, RetryAfter, RetryPolicy, parking
+from rabbit_tasks import App, Consumer, Message, Park, Publisher, RetryAfter, RetryPolicy, parking
 from rabbit_tasks.broker import Connection
 from rabbit_tasks.observer import Settled
 from tests.conftest import eventually
@@ -134,6 +134,22 @@ async def test_a_message_that_expires_before_it_is_taken_is_parked_and_can_be_re
     assert (await parking.replay(connection, publisher, "late", lambda _: True)).to == {"late": 1}
     await eventually(lambda: done == ["hurry"])
     assert await depth(connection, "late.parked") == 0
+
+
+async def test_a_publishers_time_limit_does_not_take_its_message_out_of_the_parking_lot(
+    run: Run, connection: Connection, publisher: Publisher
+) -> None:
+    class Parks(Consumer[str]):
+        queue = "limited"
+
+        async def handle(self, body: str, message: Message) -> None:
+            raise Park("told to")
+
+    await run(App("limited", [Parks()]))
+    await publisher.publish(Parks, "hurry", expiration="60000")
+    await eventually(lambda: _holds(connection, "limited.parked", 1))
+    (one,) = [message async for message in parking.browse(connection, "limited")]
+    assert one.properties.text("expiration") is None
 
 
 async def _holds(connection: Connection, queue: str, count: int) -> bool:
