@@ -12,9 +12,8 @@ from typing import Any, ClassVar, Final, Generic, Literal, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
-from pydantic_core import PydanticSerializationError
+from pydantic_core import ErrorDetails, PydanticSerializationError
 
-from rabbit_tasks.durations import duration_text
 from rabbit_tasks.errors import ConfigurationError, MalformedBody
 from rabbit_tasks.message import Message
 from rabbit_tasks.retry import RetryPolicy
@@ -23,6 +22,9 @@ B = TypeVar("B")
 
 MAX_CONCURRENCY: Final = 1000
 """Slots of one consumer: each is a channel, and RabbitMQ's default channel_max is 2047."""
+
+MAX_FAULTS: Final = 1000
+"""Faults of one body that are looked at."""
 
 
 class Consumer(Generic[B]):
@@ -228,6 +230,8 @@ def decode(cls: type[Consumer[B]], body: bytes) -> B:
             value = how.validate_json(body)
         except ValidationError as error:
             raise MalformedBody(faults(error), fault_codes(error)) from None
+        except UnicodeError:  # out of pydantic, where a validator's text cannot be encoded
+            raise MalformedBody("refused by a validator", "value_error") from None
     return typing.cast(B, value)
 
 
@@ -256,23 +260,26 @@ def _wrong(cls: type[Consumer[Any]], body: object, wanted: str) -> TypeError:
 
 def faults(error: ValidationError) -> str:
     """What pydantic found, place by place: for the message's own headers."""
-    found = error.errors(include_input=False, include_url=False, include_context=False)
+    found = _found(error)
     shown = [
         f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}" if one["loc"] else one["msg"]
         for one in found[:5]
     ]
-    more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
-    return "; ".join(shown) + more
+    more = error.error_count() - len(shown)
+    if not shown:
+        return f"{more} faults"
+    return "; ".join([*shown, f"and {more} more"] if more else shown)
 
 
 def fault_codes(error: ValidationError) -> str:
     """What pydantic found, in its own codes: for logs, since places and texts quote the body."""
-    found = error.errors(include_input=False, include_url=False, include_context=False)
-    return ", ".join(sorted({one["type"] for one in found}))
+    codes = sorted({one["type"] for one in _found(error)})
+    return ", ".join(codes) or f"{error.error_count()} faults"
 
 
-def describe(cls: type[Consumer[Any]]) -> str:
-    """The consumer in one line, for people."""
-    delays = [cls.retry.slots_after(n) for n in range(1, cls.retry.attempts)]
-    waits = ", ".join(duration_text(slots[-1]) for slots in delays) or "none"
-    return f"{cls.__name__}: {cls.retry.attempts} attempts, waits up to {waits}"
+def _found(error: ValidationError) -> list[ErrorDetails]:
+    """The faults; none where there are too many to list without holding up the event loop: a list
+    of a million wrong numbers has a million."""
+    if error.error_count() > MAX_FAULTS:
+        return []
+    return error.errors(include_input=False, include_url=False, include_context=False)

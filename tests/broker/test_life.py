@@ -7,9 +7,7 @@ from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from typing import Any
 
-import pytest
-
-from rabbit_tasks import App, Consumer, Message, Park, Publisher, RetryPolicy, Settings
+from rabbit_tasks import App, Consumer, Message, Publisher, RetryPolicy, Settings
 from rabbit_tasks.broker import Connection
 from rabbit_tasks.worker import Worker
 from tests.conftest import eventually

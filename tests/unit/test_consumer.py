@@ -13,9 +13,9 @@ import pytest
 from pydantic import BaseModel, Field, field_validator
 from typing_extensions import TypedDict
 
-from rabbit_tasks import App, ConfigurationError, Consumer, Message, RetryPolicy
+from rabbit_tasks import App, ConfigurationError, Consumer, Message
 from rabbit_tasks.consumer import Consumer as ConsumerClass
-from rabbit_tasks.consumer import body_of, decode, describe, encode, is_async
+from rabbit_tasks.consumer import body_of, decode, encode, is_async
 from rabbit_tasks.errors import MalformedBody
 
 T = TypeVar("T")
@@ -261,14 +261,6 @@ def test_a_handler_is_async_or_a_thread() -> None:
     assert not is_async(InThread)
 
 
-def test_a_consumer_in_one_line() -> None:
-    class Described(Handles[str]):
-        queue = "q"
-        retry = RetryPolicy(attempts=3)
-
-    assert describe(Described) == "Described: 3 attempts, waits up to 1s, 2s"
-
-
 async def plain(self: Any, body: Any, message: Message) -> None: ...
 
 
@@ -411,3 +403,34 @@ def test_a_body_type_is_worked_out_once_for_each_class() -> None:
     assert body_of(TakesInts) is body_of(TakesInts)
     assert body_of(TakesInts) is not body_of(TakesForward)
     assert ConsumerClass is Consumer
+
+
+def test_a_body_with_a_hundred_thousand_faults_is_malformed_like_one_with_a_single_one() -> None:
+    class Numbers(Consumer[list[int]]):
+        queue = "numbers"
+
+        async def handle(self, body: list[int], message: Message) -> None: ...
+
+    body = b"[" + b",".join([b'"x"'] * 100_000) + b"]"
+    with pytest.raises(MalformedBody, match=r"^100000 faults$") as caught:
+        decode(Numbers, body)
+    assert caught.value.codes == "100000 faults"
+
+
+def test_a_validator_whose_text_cannot_be_encoded_makes_the_body_malformed() -> None:
+    class Fussy(BaseModel):
+        name: str
+
+        @field_validator("name")
+        @classmethod
+        def refuse(cls, name: str) -> str:
+            raise ValueError("\ud800")
+
+    class Takes(Consumer[Fussy]):
+        queue = "fussy"
+
+        async def handle(self, body: Fussy, message: Message) -> None: ...
+
+    with pytest.raises(MalformedBody) as caught:
+        decode(Takes, b'{"name": "a"}')
+    assert caught.value.codes == "value_error"
