@@ -312,29 +312,37 @@ class _Taken:
 
     async def give_back(self) -> None:
         """Return what was not acked, in its order, and see it arrive."""
-        # Whatever is still behind would otherwise come before what we return.
-        with suppress(ParkingError):
-            while await self._next() is not None:
-                pass
+        if self.count > _WINDOW:
+            # Whatever is still behind would otherwise come before what we return. One consumer was
+            # given all of it at once.
+            with suppress(ParkingError):
+                while await self._next() is not None:
+                    pass
         if len(self._channels) > 1:
             # Else what the first gives back goes to the next that has room, and behind its own.
             for channel, tag in self._channels.items():
                 with suppress(Exception):
                     await channel.basic_cancel(tag, timeout=RPC_TIMEOUT)
-        # The broker gives messages back a moment after it has answered the close, and takes the
-        # consumer off its list in the same step.
+        left = len(self._channels)
         for channel in self._channels:
+            left -= 1
             with suppress(Exception):
                 held = self._held[channel]
                 wanted = (await _state(self._connection, self._queue))[0] + held
                 await channel.close(timeout=RPC_TIMEOUT)
-                async with asyncio.timeout(QUIET):
-                    while not await self._is_back(wanted):
-                        await asyncio.sleep(0.01)
+                await self._see_back(wanted, left)
 
-    async def _is_back(self, wanted: int) -> bool:
-        messages, consumers = await _state(self._connection, self._queue)
-        return consumers == 0 and messages >= wanted
+    async def _see_back(self, wanted: int, left: int) -> None:
+        """The broker gives messages back a moment after it has answered the close, and takes the
+        consumer off its list in the same step."""
+        # A deadline, not a timeout: a question that is cancelled costs the connection (aiormq closes
+        # its channel a second time, and the broker answers 504).
+        deadline = asyncio.get_running_loop().time() + QUIET
+        while asyncio.get_running_loop().time() < deadline:
+            messages, consumers = await _state(self._connection, self._queue)
+            if consumers <= left and messages >= wanted:
+                return
+            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager

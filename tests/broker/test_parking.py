@@ -79,7 +79,7 @@ async def test_200_looks_in_a_row_lose_and_reorder_nothing(
     await park(publisher, NAMES)
     for look in range(200):
         assert await ids(connection) == NAMES, look
-    assert await depth(connection, "lot.parked") == 50  # right after the last one
+        assert await depth(connection, "lot.parked") == 50, look
 
 
 async def test_looks_at_once_and_from_several_processes_wait_for_each_other(
@@ -223,11 +223,35 @@ async def test_more_than_one_consumer_can_hold_is_read_and_given_back_in_order(
 ) -> None:
     monkeypatch.setattr(parking, "_WINDOW", 20)
     await park(publisher, NAMES)
-    for _ in range(3):
+    began = asyncio.get_running_loop().time()
+    for stop in (50, 1, 25, 50):
+        async with aclosing(parking.browse(connection, "lot")) as messages:  # type: ignore[type-var]
+            async for message in messages:
+                if message.position == stop:
+                    break
         assert await ids(connection) == NAMES
+    assert asyncio.get_running_loop().time() - began < 8 * parking.QUIET  # saw it come back
     await parking.replay(connection, publisher, "lot", everything, limit=30)
     assert [one.body.decode() for one in await take_all(connection, "lot")] == NAMES[:30]
     assert await ids(connection) == NAMES[30:]
+
+
+async def test_a_channel_closed_under_a_look_is_an_error_and_no_endless_wait(
+    lot: str, connection: Connection, publisher: Publisher
+) -> None:
+    """As 3.10 and 4.0 do when a replay holds messages for longer than the consumer timeout."""
+    await park(publisher, NAMES)
+
+    async def look() -> None:
+        async with parking._taking(connection, "lot") as taken:  # noqa: SLF001
+            taken.count = 60  # it waits for more
+            async for delivery, _ in taken:
+                if not delivery.channel.is_closed:
+                    await delivery.channel.close()
+
+    with pytest.raises(ParkingError, match="the channel was closed"):
+        await asyncio.wait_for(look(), 10)
+    assert await ids(connection) == NAMES
 
 
 # --- replay -------------------------------------------------------------------------------------
