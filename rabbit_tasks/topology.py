@@ -31,6 +31,8 @@ PARKING_LOT: Final = "parking-lot"
 # return on 3.10, and none means 20 on 4.x: 21 looks at a parked message would lose it.
 _LOOKED_AT_FOR_EVER: Final = 2_147_483_647
 
+_RETRY_NAME: Final = re.compile(r"\.retry\.\d+\.\d+(ms|s|m|h|d)$")
+
 Arguments = dict[str, Any]
 
 
@@ -107,22 +109,25 @@ def parked_queue(main: str) -> str:
 def topology_of(consumers: Iterable[type[Consumer[Any]]]) -> Topology:
     """The topology of these consumer classes.
 
-    Raises ConfigurationError where two of them need one name, or a name is none the broker takes.
+    Raises ConfigurationError where two of them take one queue, or a name is none the broker takes or
+    could be that of a retry or parking queue. (So no other two names can be the same.)
     """
-    queues: dict[str, Queue] = {}
+    queues: list[Queue] = []
     owners: dict[str, type[Consumer[Any]]] = {}
     bindings = []
     for consumer in consumers:
         served = tuple(_queues(consumer))
         _check_names(served, consumer)
-        for queue in served:
-            if queue.name in owners:
-                raise ConfigurationError(_taken(queue, consumer, owners[queue.name]))
-            owners[queue.name] = consumer
-            queues[queue.name] = queue
+        if other := owners.get(consumer.queue):
+            raise ConfigurationError(
+                f"{other.__name__} and {consumer.__name__} both take queue {consumer.queue!r}; "
+                "give each its own, or handle both kinds in one consumer"
+            )
+        owners[consumer.queue] = consumer
+        queues += served
         bindings.append(Binding(PARKING_LOT, parked_queue(consumer.queue), consumer.queue))
     exchanges = (Exchange(PARKING_LOT),) if bindings else ()
-    return Topology(tuple(queues.values()), exchanges, tuple(bindings))
+    return Topology(tuple(queues), exchanges, tuple(bindings))
 
 
 def _queues(consumer: type[Consumer[Any]]) -> Iterable[Queue]:
@@ -165,24 +170,19 @@ def _check_names(served: tuple[Queue, ...], consumer: type[Consumer[Any]]) -> No
         )
     if name.startswith("amq."):
         raise ConfigurationError(f"{where} {name!r}: names in amq. are the broker's own")
+    # `parked discard NAME.parked` empties a parking queue: no name may be both that and live work.
+    if name.endswith(parked_queue("")) or _RETRY_NAME.search(name):
+        raise ConfigurationError(
+            f"{where} {name!r}: names that end in .parked or .retry.N.DELAY are those of the queues "
+            "that serve a main queue; take another ending, such as "
+            f"{name.replace('.parked', '-parked').replace('.retry.', '-retry.')!r}"
+        )
     longest = max(served, key=lambda queue: len(queue.name))
     if (over := len(longest.name) - 255) > 0:
         raise ConfigurationError(
             f"{where}: its {longest.role} queue's name {name[:40]}… has {len(longest.name)} bytes, "
             f"AMQP takes 255; make the queue's name {over} shorter"
         )
-
-
-def _taken(queue: Queue, one: type[Consumer[Any]], other: type[Consumer[Any]]) -> str:
-    if queue.name == one.queue == other.queue:
-        return (
-            f"{other.__name__} and {one.__name__} both take queue {queue.name!r}; "
-            "give each its own, or handle both kinds in one consumer"
-        )
-    return (
-        f"{one.__name__} needs queue {queue.name!r} as its {queue.role} queue, but it is "
-        f"{other.__name__}'s too; rename one of the two"
-    )
 
 
 def tree(topology: Topology) -> str:

@@ -103,8 +103,6 @@ def test_the_tree_names_every_queue() -> None:
 
 # --- collisions ---------------------------------------------------------------------------------
 
-RETRYING = RetryPolicy(attempts=2, jitter=False)
-
 
 @pytest.mark.parametrize(
     ("kinds", "text"),
@@ -112,19 +110,31 @@ RETRYING = RetryPolicy(attempts=2, jitter=False)
         ([consumer("q", "A"), consumer("q", "B")],
          "A and B both take queue 'q'; give each its own"),
         ([RESIZE, RESIZE], "Resize and Resize both take queue 'images.resize'"),
-        ([consumer("q.parked", "A"), consumer("q", "B")],
-         "B needs queue 'q.parked' as its parked queue, but it is A's too; rename one"),
-        ([consumer("q", "A"), consumer("q.parked", "B")],
-         "B needs queue 'q.parked' as its main queue, but it is A's too"),
-        ([consumer("q", "A", RETRYING), consumer("q.retry.1.1s", "B")],
-         "B needs queue 'q.retry.1.1s' as its main queue, but it is A's too"),
-        ([consumer("q.retry.1.1s", "A"), consumer("q", "B", RETRYING)],
-         "B needs queue 'q.retry.1.1s' as its retry queue, but it is A's too"),
     ],
 )  # fmt: skip
-def test_two_consumers_cannot_need_one_name(kinds: list[type[Consumer[Any]]], text: str) -> None:
+def test_two_consumers_cannot_take_one_queue(kinds: list[type[Consumer[Any]]], text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
         App("app", [kind() for kind in kinds])
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("x.parked", "x-parked"), (".parked", "-parked"), ("a.parked.parked", "a-parked-parked"),
+        ("x.retry.1.500ms", "x-retry.1.500ms"), ("x.retry.12.3d", "x-retry.12.3d"),
+        ("x.retry.1.1s.parked", "x-retry.1.1s-parked"),
+    ],
+)  # fmt: skip
+def test_no_main_queue_can_be_taken_for_a_parking_or_a_retry_queue(name: str, instead: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        topology_of([consumer(name)])
+    assert str(refused.value).endswith(f"take another ending, such as {instead!r}")
+    topology_of([consumer(instead)])
+
+
+@pytest.mark.parametrize("name", ["parked", "x.parked.y", "x.retry", "x.retry.1", "x.retry.1.1w"])
+def test_names_that_only_look_like_theirs_are_taken(name: str) -> None:
+    topology_of([consumer(name)])
 
 
 # --- names --------------------------------------------------------------------------------------
