@@ -88,9 +88,8 @@ async def test_thirty_workers_in_a_row_put_back_what_they_could_not_finish(
     for queue in QUEUES:
         (back,) = await take_all(connection, queue)
         assert back.body == Order(do="sleep", seconds=600).model_dump_json().encode()
-        assert not {"x-retry-count", "x-delivery-count", "x-error-type"} & set(
-            back.properties.headers
-        )
+        assert not {"x-retry-count", "x-error-type"} & set(back.properties.headers)
+        assert back.properties.headers.get("x-delivery-count", 0) == 0  # (3.10 sends the 0)
         assert await depth(connection, f"{queue}.parked") == 0
 
 
@@ -189,9 +188,8 @@ async def test_signals_during_the_start_end_it(declared: Declared, start_worker:
     for worker in workers:
         # Before our own first line Python has its way with a signal, which does no harm.
         assert await stopped(worker, 8) in (0, -signal.SIGTERM)
-        assert "Traceback" not in worker.log
+        assert "Traceback" not in worker.log, worker.log
         assert "error" not in worker.log
-    assert workers[-1].wait() == 0
 
 
 async def test_a_signal_ends_a_start_that_hangs(start_worker: Start, declared: Declared) -> None:
