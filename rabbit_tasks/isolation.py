@@ -17,6 +17,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
@@ -33,6 +34,10 @@ from rabbit_tasks.retry import Done, Outcome, Parked, RetryAfter
 # Not fork: the parent has threads and an event loop, of which a forked child gets a broken half.
 _SPAWN: Final = multiprocessing.get_context("spawn")
 _PR_SET_PDEATHSIG: Final = 1
+
+START_TIMEOUT: Final = 60.0
+"""Seconds for a child to load the consumer: its imports, and whatever its __setstate__ does."""
+_REAP_TIMEOUT: Final = 5.0
 
 log = logging.getLogger("rabbit_tasks")
 
@@ -98,7 +103,17 @@ class Children:
     async def _new(self) -> _Child:
         child = _Child(self._crossing)
         self._all.add(child)
-        await asyncio.get_running_loop().run_in_executor(self._threads, child.ready)
+        try:
+            async with asyncio.timeout(START_TIMEOUT):
+                await asyncio.get_running_loop().run_in_executor(self._threads, child.ready)
+        except TimeoutError:
+            self._end(child)
+            raise ChildDied(
+                f"the handler's process did not start within {START_TIMEOUT:g} s"
+            ) from None
+        except BaseException:
+            self._end(child)
+            raise
         return child
 
     def _end(self, child: _Child) -> None:
@@ -120,7 +135,7 @@ class Children:
             self._idle.append(child)
 
     def close(self) -> None:
-        """Kill the children."""
+        """Kill the children; they are gone a moment later."""
         while self._all:
             self._end(next(iter(self._all)))
         self._idle.clear()
@@ -155,7 +170,7 @@ class _Child:
         try:
             return self._pipe.recv()
         except (EOFError, OSError):
-            self._process.join(5)
+            self._reap()
             raise ChildDied(self.ending) from None
 
     @property
@@ -168,12 +183,24 @@ class _Child:
         return _ending(self._process.exitcode)
 
     def kill(self) -> None:
+        """Sends the signal and waits for nothing: a process may take long to go."""
         self._process.kill()
-        self._process.join(5)
+        # A daemon: what is left to do at the end of a worker must not look like a handler's thread.
+        threading.Thread(target=self._reap, name="reap-child", daemon=True).start()
+
+    def _reap(self) -> None:
+        """Blocks until the process is gone."""
+        # Asked again and again, because of two threads that wait for one process the kernel tells
+        # one alone; the other sees it once the first has written it down.
+        deadline = time.monotonic() + _REAP_TIMEOUT
+        while self._process.exitcode is None and time.monotonic() < deadline:
+            time.sleep(0.005)
 
 
 def _ending(code: int | None) -> str:
-    if code is not None and code < 0:
+    if code is None:
+        return "the handler's process closed its connection to the worker and did not end"
+    if code < 0:
         try:
             name = signal.Signals(-code).name
         except ValueError:
