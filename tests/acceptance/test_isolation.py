@@ -97,6 +97,7 @@ async def test_a_child_that_died_while_it_was_idle_costs_no_message_an_attempt(
     worker = start_worker("obey.process").ready()
     (child,) = worker.handlers()
     os.kill(child, signal.SIGKILL)  # as the kernel does when memory is short
+    await eventually(lambda: is_gone(child))
     message_id = await publisher.publish(ObeyInProcess, Order())
     await eventually(lambda: runs.all("end", message_id))
     assert runs.attempts(message_id) == [1]
