@@ -39,6 +39,10 @@ class Parked:
     error: BaseException | None = None
 
 
+class _Unsaid(int):
+    """A default that can be told from the same number written out."""
+
+
 Outcome = Done | RetryAfter | Parked
 
 
@@ -49,20 +53,20 @@ class RetryPolicy:
     attempts    how often the handler is tried, the first time included
     base, cap   the wait after attempt n is drawn from 0 to min(cap, base * 2^(n-1)): full jitter.
                 The broker keeps a message for a constant time per queue, so the draw is among
-                `slots` evenly spread delays, of which each has its queue
+                `spread` evenly spaced delays, of which each has its queue
     jitter      False: always the longest of them, and one queue per attempt
-    delays      a fixed list instead of base and cap, one delay per retry; sets `attempts`
+    delays      a fixed list instead of all of these, one delay per retry; sets `attempts`
     park_on     exception types that no retry can mend: parked at once
 
-    Raises ConfigurationError for zero attempts, for delays under 1 ms or over ten years, and for
-    more than 200 retry queues.
+    Raises ConfigurationError for zero attempts, for delays under 1 ms or over ten years, for more
+    than 200 retry queues, and for delays beside what they stand instead of.
     """
 
-    attempts: int = 5
+    attempts: int = _Unsaid(5)
     base: timedelta = timedelta(seconds=1)
     cap: timedelta = timedelta(minutes=5)
     jitter: bool = True
-    slots: int = 4
+    spread: int = 4
     delays: tuple[timedelta, ...] | None = None
     park_on: tuple[type[BaseException], ...] = ()
 
@@ -77,11 +81,27 @@ class RetryPolicy:
                     f"RetryPolicy: {name} is {value!r}; it takes a tuple of {kind}"
                 )
         if self.delays is not None:
+            self._check_alone(self.delays)
             object.__setattr__(self, "attempts", len(self.delays) + 1)
+        elif isinstance(self.attempts, _Unsaid):
+            object.__setattr__(self, "attempts", int(self.attempts))
         self._check()
 
+    def _check_alone(self, delays: tuple[timedelta, ...]) -> None:
+        """That nothing contradicts the fixed list."""
+        if self.attempts != len(delays) + 1 and not isinstance(self.attempts, _Unsaid):
+            raise ConfigurationError(
+                f"RetryPolicy: {len(delays)} delays make {len(delays) + 1} attempts, the first try "
+                f"included, not {self.attempts}; leave attempts out"
+            )
+        for name in ("base", "cap", "jitter", "spread"):
+            if getattr(self, name) != getattr(RetryPolicy, name):
+                raise ConfigurationError(
+                    f"RetryPolicy: delays are taken as they are; leave out {name}, or delays"
+                )
+
     def _check(self) -> None:
-        for name in ("attempts", "slots"):
+        for name in ("attempts", "spread"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigurationError(
@@ -105,11 +125,11 @@ class RetryPolicy:
             raise ConfigurationError(
                 f"RetryPolicy: cap {self.cap} is shorter than base {self.base}"
             )
-        queues = (self.attempts - 1) * (self.slots if self.jitter and self.delays is None else 1)
+        queues = (self.attempts - 1) * (self.spread if self.jitter and self.delays is None else 1)
         if queues > MAX_RETRY_QUEUES:
             raise ConfigurationError(
                 f"RetryPolicy: {self.attempts} attempts need {queues} retry queues, more than "
-                f"{MAX_RETRY_QUEUES}; take fewer attempts, fewer slots, or jitter=False"
+                f"{MAX_RETRY_QUEUES}; take fewer attempts, a smaller spread, or jitter=False"
             )
         for kind in self.park_on:
             if not (isinstance(kind, type) and issubclass(kind, BaseException)):
@@ -117,7 +137,7 @@ class RetryPolicy:
                     f"RetryPolicy: park_on has {kind!r}; it takes exception types"
                 )
 
-    def slots_after(self, attempt: int) -> tuple[timedelta, ...]:
+    def delays_after(self, attempt: int) -> tuple[timedelta, ...]:
         """The delays among which the wait after this failed attempt is drawn, shortest first.
 
         Whole milliseconds. Empty where there is no next attempt.
@@ -133,8 +153,8 @@ class RetryPolicy:
         longest = longest // MILLISECOND * MILLISECOND
         if not self.jitter:
             return (longest,)
-        spread = (_whole(longest * k / self.slots) for k in range(1, self.slots + 1))
-        return tuple(dict.fromkeys(spread))
+        delays = (_whole(longest * k / self.spread) for k in range(1, self.spread + 1))
+        return tuple(dict.fromkeys(delays))
 
     def after_failure(
         self, attempt: int, error: BaseException, *, draw: float
@@ -149,11 +169,11 @@ class RetryPolicy:
             return Parked("malformed body", error)
         if hopeless := _find(error, self.park_on):
             return Parked(f"{type(hopeless).__name__} is never retried (park_on)", error)
-        slots = self.slots_after(attempt)
-        if not slots:
+        delays = self.delays_after(attempt)
+        if not delays:
             tries = "1 attempt" if attempt == 1 else f"{attempt} attempts"
             return Parked(f"failed {tries} of {self.attempts}", error)
-        return RetryAfter(attempt, slots[int(draw * len(slots))], error)
+        return RetryAfter(attempt, delays[int(draw * len(delays))], error)
 
 
 def _find(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:

@@ -145,7 +145,7 @@ def _queues(consumer: type[Consumer[Any]]) -> Iterable[Queue]:
         "x-consumer-disconnected-timeout": 2000,
     })  # fmt: skip
     for attempt in range(1, consumer.retry.attempts):
-        for delay in consumer.retry.slots_after(attempt):
+        for delay in consumer.retry.delays_after(attempt):
             yield Queue(retry_queue(main, attempt, delay), "retry", main, {
                 "x-queue-type": "quorum",
                 "x-message-ttl": delay // MILLISECOND,

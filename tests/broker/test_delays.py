@@ -31,7 +31,7 @@ async def test_a_hundred_messages_with_mixed_delays_return_within_150_ms_of_thei
     class Mixed(Consumer[int]):
         queue = "mixed"
         retry = RetryPolicy(
-            attempts=2, base=timedelta(seconds=2), cap=timedelta(seconds=2), slots=8
+            attempts=2, base=timedelta(seconds=2), cap=timedelta(seconds=2), spread=8
         )
         concurrency = 20
 

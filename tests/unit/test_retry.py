@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -34,9 +35,9 @@ SECOND = timedelta(seconds=1)
         (RetryPolicy(attempts=4, jitter=False), [ms(1000), ms(2000), ms(4000)]),
         (RetryPolicy(attempts=5, base=SECOND, cap=3 * SECOND, jitter=False),
          [ms(1000), ms(2000), ms(3000), ms(3000)]),
-        (RetryPolicy(attempts=3, base=SECOND, cap=SECOND, slots=2), [ms(500, 1000)] * 2),
-        (RetryPolicy(attempts=2, base=SECOND, slots=3), [ms(334, 667, 1000)]),
-        (RetryPolicy(attempts=4, base=MILLISECOND, slots=4), [ms(1), ms(1, 2), ms(1, 2, 3, 4)]),
+        (RetryPolicy(attempts=3, base=SECOND, cap=SECOND, spread=2), [ms(500, 1000)] * 2),
+        (RetryPolicy(attempts=2, base=SECOND, spread=3), [ms(334, 667, 1000)]),
+        (RetryPolicy(attempts=4, base=MILLISECOND, spread=4), [ms(1), ms(1, 2), ms(1, 2, 3, 4)]),
         (RetryPolicy(attempts=3, base=ms(1.5)[0], jitter=False), [ms(1), ms(3)]),
         (RetryPolicy(delays=ms(100, 50.2, 100)), [ms(100), ms(51), ms(100)]),
         (RetryPolicy(delays=()), []),
@@ -47,9 +48,9 @@ def test_each_attempt_but_the_last_has_its_delays(
     policy: RetryPolicy, expected: list[tuple[timedelta, ...]]
 ) -> None:
     assert policy.attempts == len(expected) + 1
-    assert [policy.slots_after(n) for n in range(1, policy.attempts)] == expected
+    assert [policy.delays_after(n) for n in range(1, policy.attempts)] == expected
     for beyond in (-1, 0, policy.attempts, policy.attempts + 1, 10**9):
-        assert policy.slots_after(beyond) == ()
+        assert policy.delays_after(beyond) == ()
 
 
 @st.composite
@@ -60,7 +61,7 @@ def policies(draw: st.DrawFn) -> RetryPolicy:
     most = MAX_RETRY_QUEUES if attempts == 1 or not jitter else MAX_RETRY_QUEUES // (attempts - 1)
     base = draw(st.timedeltas(MILLISECOND, MAX_DELAY))
     cap = draw(st.one_of(st.just(MAX_DELAY), st.timedeltas(base, MAX_DELAY)))
-    return RetryPolicy(attempts, base, cap, jitter, slots=draw(st.integers(1, most)))
+    return RetryPolicy(attempts, base, cap, jitter, spread=draw(st.integers(1, most)))
 
 
 @given(policies())
@@ -68,14 +69,14 @@ def test_every_delay_is_within_the_bound_of_full_jitter(policy: RetryPolicy) -> 
     for attempt in range(1, policy.attempts):
         # (in whole numbers: a timedelta ends after 2.7 million years)
         bound = min(policy.cap // MILLISECOND, policy.base / MILLISECOND * 2 ** (attempt - 1))
-        slots = policy.slots_after(attempt)
-        assert list(slots) == sorted(set(slots))
-        assert 1 <= len(slots) <= (policy.slots if policy.jitter else 1)
-        for delay in slots:
+        delays = policy.delays_after(attempt)
+        assert list(delays) == sorted(set(delays))
+        assert 1 <= len(delays) <= (policy.spread if policy.jitter else 1)
+        for delay in delays:
             assert timedelta() < delay <= MAX_DELAY
             assert delay // MILLISECOND <= bound
             assert delay % MILLISECOND == timedelta()
-        assert slots[-1] // MILLISECOND > bound - 1
+        assert delays[-1] // MILLISECOND > bound - 1
 
 
 @given(policies(), st.floats(0, JUST_UNDER_ONE), st.integers(1, 2_000_000))
@@ -84,7 +85,7 @@ def test_a_failure_is_always_answered(policy: RetryPolicy, draw: float, attempt:
     if attempt < policy.attempts:
         assert isinstance(outcome, RetryAfter)
         assert outcome.attempt == attempt
-        assert outcome.delay in policy.slots_after(attempt)
+        assert outcome.delay in policy.delays_after(attempt)
     else:
         assert isinstance(outcome, Parked)
 
@@ -179,6 +180,12 @@ def test_every_other_error_is_retried(error: BaseException) -> None:
     assert isinstance(HOPELESS.after_failure(1, error, draw=0), RetryAfter)
 
 
+def test_attempts_may_be_said_beside_the_delays_that_make_them() -> None:
+    said = RetryPolicy(attempts=3, delays=(SECOND, SECOND))
+    assert said == RetryPolicy(delays=(SECOND, SECOND))
+    assert said == replace(said, park_on=())
+
+
 def test_lists_are_taken_as_tuples() -> None:
     policy = RetryPolicy(delays=[SECOND], park_on=[OSError])  # type: ignore[arg-type]
     assert policy == RetryPolicy(delays=(SECOND,), park_on=(OSError,))
@@ -195,7 +202,7 @@ def test_lists_are_taken_as_tuples() -> None:
         ({"attempts": -1}, "attempts=-1"),
         ({"attempts": True}, "attempts=True"),
         ({"attempts": 2.0}, "attempts=2.0"),
-        ({"slots": 0}, "slots=0"),
+        ({"spread": 0}, "spread=0"),
         ({"base": timedelta()}, "base is 0:00:00; the broker takes 1 ms to 3650 days"),
         ({"base": timedelta(seconds=-1)}, "the broker takes 1 ms"),
         ({"base": timedelta(microseconds=999)}, "the broker takes 1 ms"),
@@ -206,6 +213,15 @@ def test_lists_are_taken_as_tuples() -> None:
         ({"delays": (SECOND, timedelta())}, r"delays\[1\] is 0:00:00"),
         ({"delays": (SECOND, 5)}, r"delays\[1\] is 5; write a timedelta"),
         ({"delays": SECOND}, "delays is .*; it takes a tuple of timedeltas"),
+        (
+            {"attempts": 9, "delays": (SECOND,)},
+            "1 delays make 2 attempts, the first try included, not 9; leave attempts out",
+        ),
+        ({"attempts": 5, "delays": (SECOND,)}, "not 5; leave attempts out"),
+        ({"base": 2 * SECOND, "delays": (SECOND,)}, "leave out base, or delays"),
+        ({"cap": SECOND, "delays": (SECOND,)}, "leave out cap, or delays"),
+        ({"jitter": False, "delays": (SECOND,)}, "leave out jitter, or delays"),
+        ({"spread": 1, "delays": ()}, "leave out spread, or delays"),
         ({"attempts": 52}, "52 attempts need 204 retry queues, more than 200; take fewer attempts"),
         ({"attempts": 10**30, "jitter": False}, "more than 200"),
         ({"delays": (SECOND,) * 201}, "202 attempts need 201 retry queues"),

@@ -26,7 +26,7 @@ def consumer(
 RESIZE = consumer(
     "images.resize",
     "Resize",
-    RetryPolicy(attempts=3, base=timedelta(seconds=1), slots=2),
+    RetryPolicy(attempts=3, base=timedelta(seconds=1), spread=2),
     delivery_limit=7,
 )
 WAITS_THEN_HOME = {
