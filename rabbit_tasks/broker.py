@@ -1,12 +1,12 @@
 """The broker: connect to it; publish and wait for the confirm.
 
-Everything that depends on how aio-pika and aiormq behave stands here (versions 10.2 and 7.2).
+What depends on how aio-pika 10.2 and aiormq 7.2 behave stands here and in frames.py.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import re
 import shlex
 import ssl
 import uuid
@@ -14,22 +14,19 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from operator import length_hint
-from typing import Any, Final, TypeVar, overload
+from typing import Any, Final, TypedDict, TypeVar, Unpack, overload
 
 import aio_pika
 import aiormq.exceptions as amqp
 import pydantic_core
 from aio_pika.connection import make_url
-from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from aiormq.connection import Connection as Transport
-from aiormq.connection import SSLContextProvider, TransportFactory
-from pamqp.commands import Basic
-from yarl import URL
 
 from rabbit_tasks import consumer as consumers
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.errors import ConnectError, PublishError, Refused, Unconfirmed, Unroutable
+from rabbit_tasks.frames import RawProperties, Wire, mark
 from rabbit_tasks.message import OURS, is_brokers
 from rabbit_tasks.properties import FRAME_OVERHEAD, Properties
 from rabbit_tasks.settings import PREFIX, Address, Settings
@@ -58,6 +55,11 @@ def is_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
+def words(error: BaseException) -> str:
+    """What the broker or the client library says, without the exception's own ceremony."""
+    return " ".join(str(part) for part in error.args if part) or repr(error)
+
+
 # --- connect ------------------------------------------------------------------------------------
 
 
@@ -67,7 +69,7 @@ class Connection(aio_pika.Connection):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.address: Address | None = None
-        self._factory = _RawProperties()
+        self._factory = RawProperties()
         self.kwargs["transport_factory"] = self._factory
 
     @property
@@ -106,17 +108,17 @@ class Connection(aio_pika.Connection):
         return self._amqp.connection_tune.frame_max or 131_072
 
     @property
+    def channel_max(self) -> int:
+        """How many channels the broker lets us open; 65,535 where it sets no limit."""
+        return self._amqp.connection_tune.channel_max or 65_535
+
+    @property
     def server_version(self) -> str:
         return str(self._amqp.server_properties.get("version", "?"))
 
     async def unblocked(self) -> None:
         """Wait while a memory or disk alarm of the broker holds publishers back."""
         await self._amqp.ready()
-
-    async def lost(self) -> None:
-        """Wait until the connection is gone."""
-        with suppress(Exception):
-            await asyncio.wait([self._amqp.closing])
 
     async def open(self, *, confirms: bool = False) -> Channel:
         """A new channel; a returned message raises."""
@@ -132,124 +134,16 @@ class Connection(aio_pika.Connection):
 
     async def end(self) -> None:
         """Close; a broker that does not answer within 3 s loses its socket."""
-        with suppress(Exception):
+        try:
             async with asyncio.timeout(CLOSE_TIMEOUT):
                 await self.close()
-        self._factory.abort()
-
-
-class _RawProperties(TransportFactory):
-    """Opens sockets whose reader hides the property list from the client library's decoder.
-
-    That decoder loses types and closes the connection on text that is not UTF-8 or a timestamp
-    beyond the year 9999, and then again on the redelivery.
-    """
-
-    def __init__(self) -> None:
-        self._writer: asyncio.StreamWriter | None = None
-        self._reader: _FrameReader | None = None
-
-    @property
-    def close_reason(self) -> tuple[int, str] | None:
-        """The broker's words when it closed the connection."""
-        return self._reader.close_reason if self._reader else None
-
-    async def create(
-        self, url: URL, **kwargs: Any
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        provider: SSLContextProvider = kwargs.pop("ssl_context_provider")
-        context = await provider.get_context() if url.scheme == "amqps" else None
-        assert url.host is not None
-        assert url.port is not None
-        loop = asyncio.get_running_loop()
-        reader = _FrameReader(limit=2**20, loop=loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
-        transport, _ = await loop.create_connection(
-            lambda: protocol, url.host, url.port, ssl=context, **kwargs
-        )
-        self._reader = reader
-        self._writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-        return reader, self._writer
-
-    def abort(self) -> None:
-        if self._writer is not None:
-            self._writer.transport.abort()
-
-
-_METHOD, _HEADER = 1, 2
-_RETURN: Final = b"\x00\x3c\x00\x32"
-_CLOSE: Final = b"\x00\x0a\x00\x32"
-_HEADERS_ONLY: Final = (1 << 13).to_bytes(2, "big")
-_HEADERS_AND_ID: Final = (1 << 13 | 1 << 7).to_bytes(2, "big")
-
-
-class _FrameReader(asyncio.StreamReader):
-    """Hands out frames; in a content header, the property list is one header of bytes.
-
-    A returned message's header also carries the id by which the library finds its publish.
-    """
-
-    def __init__(self, *, limit: int, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(limit=limit, loop=loop)
-        self.close_reason: tuple[int, str] | None = None
-        self._frame = b""
-        self._at = 0
-        self._returned: set[bytes] = set()
-
-    async def readexactly(self, n: int) -> bytes:
-        if self._at == len(self._frame):
-            self._frame, self._at = await self._next(), 0
-        start, self._at = self._at, self._at + n
-        return self._frame[start : self._at]
-
-    async def _next(self) -> bytes:
-        head = await super().readexactly(7)
-        if head[0] > 8:  # not AMQP 0-9-1: the library says so by the first bytes
-            return head
-        rest = await super().readexactly(int.from_bytes(head[3:], "big") + 1)
-        if head[0] == _METHOD and rest[:4] == _RETURN:
-            self._returned.add(head[1:3])
-        if head[0] == _METHOD and rest[:4] == _CLOSE:
-            # The library loses this text when it waits for another frame, as for Open-Ok.
-            text = rest[7 : 7 + rest[6]].decode("utf-8", "replace")
-            self.close_reason = (int.from_bytes(rest[4:6], "big"), text)
-        if head[0] != _HEADER:
-            return head + rest
-        raw = rest[12:-1]
-        table = b"\0x" + len(raw).to_bytes(4, "big") + raw
-        fields = len(table).to_bytes(4, "big") + table
-        flags = _HEADERS_ONLY
-        if head[1:3] in self._returned:
-            self._returned.discard(head[1:3])
-            mark = _mark(Properties.decode(raw)).encode()
-            flags, fields = _HEADERS_AND_ID, fields + bytes([len(mark)]) + mark
-        payload = rest[:12] + flags + fields
-        return head[:3] + len(payload).to_bytes(4, "big") + payload + rest[-1:]
-
-
-def properties_of(message: DeliveredMessage) -> Properties:
-    """The properties that came with a delivery on one of our connections."""
-    headers: Mapping[str, Any] = message.header.properties.headers or {}
-    return Properties.decode(bytes(headers[""]))
-
-
-class _Wire(Basic.Properties):
-    """Properties that are written as the bytes they are."""
-
-    def __init__(self, properties: Properties) -> None:
-        super().__init__(message_id=_mark(properties))
-        self._bytes = properties.encode()
-
-    def marshal(self) -> bytes:
-        return self._bytes
-
-
-def _mark(properties: Properties) -> str:
-    """The id by which the library finds a returned message's publish; never empty, short enough."""
-    text = properties.text("message_id") or ""
-    if text.isascii() and 0 < len(text) < 200:
-        return text
-    return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+        except Exception:
+            pass  # it is gone, and that is what we want
+        finally:
+            self._factory.abort()
 
 
 async def connect(settings: Settings, purpose: str) -> Connection:
@@ -312,7 +206,7 @@ async def _connect(
 
 def _why(address: Address, error: Exception, close: tuple[int, str] | None) -> ConnectError:
     """A refused connection in one line, with the setting that decides it."""
-    text = " ".join(str(part) for part in error.args)
+    text = words(error)
     code, said = close or (0, "")
     if code == 403 or isinstance(error, amqp.ProbableAuthenticationError):
         return ConnectError(
@@ -355,7 +249,7 @@ def _why(address: Address, error: Exception, close: tuple[int, str] | None) -> C
             f"{address} closed the connection after the TLS handshake (RABBIT_TASKS_TLS_CERT and "
             "RABBIT_TASKS_TLS_KEY, if it asks for a certificate; else the port in RABBIT_TASKS_URL)"
         )
-    return ConnectError(f"{address} cannot be reached: {text or error!r} (RABBIT_TASKS_URL)")
+    return ConnectError(f"{address} cannot be reached: {text} (RABBIT_TASKS_URL)")
 
 
 @asynccontextmanager
@@ -369,6 +263,23 @@ async def connected(settings: Settings, purpose: str) -> AsyncIterator[Connectio
 
 
 # --- publish ------------------------------------------------------------------------------------
+
+
+class PublishProperties(TypedDict, total=False):
+    """What a publisher may say of a message beside its headers; text of at most 255 bytes.
+
+    priority is from 0 to 255, expiration in milliseconds as text, user_id one's own login.
+    """
+
+    content_type: str
+    content_encoding: str
+    correlation_id: str
+    reply_to: str
+    type: str
+    app_id: str
+    user_id: str
+    expiration: str
+    priority: int
 
 
 class Publisher:
@@ -388,6 +299,7 @@ class Publisher:
         self._channels: dict[str, Channel] = {}
         self._in_flight: dict[str, asyncio.Future[None]] = {}
         self._unanswered: set[str] = set()
+        self._closed = False
 
     @classmethod
     @asynccontextmanager
@@ -403,6 +315,8 @@ class Publisher:
     async def connect(self) -> Connection:
         """The connection, opened again if it was lost."""
         async with self._opening:
+            if self._closed:
+                raise ConnectError("the publisher is closed: publish inside of its async with")
             if self._connection is None or self._connection.is_lost:
                 self._channels.clear()
                 self._unanswered.clear()
@@ -412,18 +326,27 @@ class Publisher:
             return self._connection
 
     async def close(self) -> None:
+        """Wait for what is on its way, 3 s at most, and close for good."""
+        self._closed = True
+        if self._in_flight:
+            await asyncio.wait(self._in_flight.values(), timeout=CLOSE_TIMEOUT)
         if self._connection is not None:
             await self._connection.end()
+
+    @property
+    def _user(self) -> str | None:
+        address = self._connection.address if self._connection else None
+        return address.user if address else None
 
     @overload
     async def publish(
         self, to: type[Consumer[B]] | Consumer[B], body: B, *, message_id: str | None = ...,
-        headers: Mapping[str, Any] | None = ..., **properties: Any,
+        headers: Mapping[str, Any] | None = ..., **properties: Unpack[PublishProperties],
     ) -> str: ...  # fmt: skip
     @overload
     async def publish(
         self, to: str, body: object, *, message_id: str | None = ...,
-        headers: Mapping[str, Any] | None = ..., **properties: Any,
+        headers: Mapping[str, Any] | None = ..., **properties: Unpack[PublishProperties],
     ) -> str: ...  # fmt: skip
     async def publish(
         self,
@@ -432,7 +355,7 @@ class Publisher:
         *,
         message_id: str | None = None,
         headers: Mapping[str, Any] | None = None,
-        **properties: Any,
+        **properties: Unpack[PublishProperties],
     ) -> str:
         """Publish to a consumer class, or to a queue by its name; returns the message's id.
 
@@ -442,8 +365,7 @@ class Publisher:
         message_id  default: a new UUID. Give your own where you may publish the same thing twice
         headers     values of the types AMQP has; ours and the broker's (x-retry-count, x-death …)
                     are left out, so that a handler may pass on what it got
-        properties  content_type, content_encoding, correlation_id, reply_to, type, app_id,
-                    priority (0 to 255), user_id, expiration (milliseconds, as text)
+        properties  see PublishProperties
 
         Raises TypeError where the body is not what the consumer takes, ValueError for a header AMQP
         cannot carry, and PublishError: Unroutable, Refused, or Unconfirmed.
@@ -455,9 +377,14 @@ class Publisher:
             for name, value in (headers or {}).items()
             if name not in OURS and (name in ("CC", "BCC") or not is_brokers(name))
         }
-        values = {"content_type": content_type, **properties}
-        values |= {"message_id": message_id, "timestamp": datetime.now(UTC), "delivery_mode": 2}
-        await self.send("", queue, raw, Properties.of(foreign, **values))
+        given = Properties.of(
+            foreign,
+            **{"content_type": content_type, **properties},
+            message_id=message_id,
+            timestamp=datetime.now(UTC),
+            delivery_mode=2,
+        )
+        await self.send("", queue, raw, given)
         return message_id
 
     async def publish_many(
@@ -467,7 +394,7 @@ class Publisher:
         *,
         window: int = 200,
         headers: Mapping[str, Any] | None = None,
-        **properties: Any,
+        **properties: Unpack[PublishProperties],
     ) -> list[str]:
         """Publish many, `window` of them unconfirmed at a time; returns their ids in order.
 
@@ -502,22 +429,22 @@ class Publisher:
 
         Returns when the broker has confirmed. Raises PublishError.
         """
-        mark = _mark(properties)
+        token = mark(properties)
         # The library finds returned messages by their id. With one id twice in flight on a channel
         # it would tell the one that no queue took that it was stored.
-        while (other := self._in_flight.get(mark)) is not None:
+        while (other := self._in_flight.get(token)) is not None:
             await asyncio.wait([other])
-        done = self._in_flight[mark] = asyncio.get_running_loop().create_future()
+        done = self._in_flight[token] = asyncio.get_running_loop().create_future()
         # Nor must the answer to one that was given up reach the next of that id on its channel.
-        alone = mark in self._unanswered or _may_be_refused(body, properties)
+        alone = token in self._unanswered or _may_be_refused(body, properties, self._user)
         try:
             await self._send(exchange, key, body, properties, alone=alone)
         except (Unconfirmed, asyncio.CancelledError):
             if len(self._unanswered) < UNANSWERED_KEPT:
-                self._unanswered.add(mark)
+                self._unanswered.add(token)
             raise
         finally:
-            del self._in_flight[mark]
+            del self._in_flight[token]
             done.set_result(None)
 
     async def _send(
@@ -545,7 +472,7 @@ class Publisher:
                     try:
                         sent = True
                         await channel.basic_publish(
-                            body, exchange=exchange, routing_key=key, properties=_Wire(properties),
+                            body, exchange=exchange, routing_key=key, properties=Wire(properties),
                             mandatory=True, wait=False,
                         )  # fmt: skip
                         return
@@ -570,10 +497,10 @@ class Publisher:
                 f"{where}: connection lost before the confirm", maybe_stored=sent
             ) from None
         except amqp.ChannelPreconditionFailed as error:
-            if alone or f"size {len(body)} " in _words(error):
-                raise Refused(f"{where}: {_words(error)}") from None
+            if alone or f"size {len(body)} " in words(error):
+                raise Refused(f"{where}: {words(error)}") from None
             raise Unconfirmed(
-                f"{where}: channel closed over another message before the confirm ({_words(error)})"
+                f"{where}: channel closed over another message before the confirm ({words(error)})"
             ) from None
         except (amqp.AMQPError, OSError, RuntimeError) as error:
             raise _refusal(where, exchange, error, sent=sent) from None
@@ -584,7 +511,7 @@ class Publisher:
 
     async def _channel(self, exchange: str) -> tuple[Connection, Channel]:
         connection, channel = self._connection, self._channels.get(exchange)
-        if connection is not None and channel is not None and not channel.is_closed:
+        if connection and channel and not channel.is_closed and not self._closed:
             return connection, channel
         connection = await self.connect()
         async with self._opening:
@@ -594,7 +521,7 @@ class Publisher:
         return connection, channel
 
 
-def _may_be_refused(body: bytes, properties: Properties) -> bool:
+def _may_be_refused(body: bytes, properties: Properties, user: str | None) -> bool:
     """Whether the broker may close the channel over this message (406, 3.10 to 4.3).
 
     Every unconfirmed publish on that channel is then told the same, stored or not: so such a message
@@ -603,18 +530,14 @@ def _may_be_refused(body: bytes, properties: Properties) -> bool:
     """
     return (
         len(body) > ALONE_FROM
-        or properties.text("expiration") is not None
-        or properties.text("user_id") is not None
+        or not re.fullmatch(r"\d{1,11}", properties.text("expiration") or "0")
+        or properties.text("user_id") not in (None, user)
         or any(key in (b"\2CC", b"\3BCC") for key, _ in properties.table)
     )
 
 
-def _words(error: Exception) -> str:
-    return " ".join(str(part) for part in error.args if part is not None)
-
-
 def _refusal(where: str, exchange: str, error: Exception, *, sent: bool) -> PublishError:
-    text = _words(error)
+    text = words(error)
     declare = "rabbit-tasks topology declare"
     match error:
         case amqp.PublishError():
@@ -628,7 +551,7 @@ def _refusal(where: str, exchange: str, error: Exception, *, sent: bool) -> Publ
             return Unroutable(f"{where}: {text}; create it: {declare}")
         case amqp.ChannelAccessRefused():
             return Refused(f"{where}: {text}; give the user write permission on it")
-    lost = f"{where}: connection lost before the confirm ({text or error!r})"
+    lost = f"{where}: connection lost before the confirm ({text})"
     return Unconfirmed(lost, maybe_stored=sent)
 
 

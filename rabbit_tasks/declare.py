@@ -20,7 +20,7 @@ from urllib.parse import quote
 import aiormq.exceptions as amqp
 from aiormq.channel import Channel
 
-from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection
+from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, words
 from rabbit_tasks.errors import ConnectError, TopologyError
 from rabbit_tasks.topology import Arguments, Binding, Exchange, Queue, Topology
 
@@ -241,7 +241,7 @@ async def _do(connection: Connection, name: str, call: Call) -> None:
         await call(channel)
     except amqp.ChannelAccessRefused as error:
         raise TopologyError(
-            f"{name}: {_words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
+            f"{name}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
         ) from None
     except TimeoutError:
         raise TopologyError(
@@ -267,7 +267,7 @@ async def _create(connection: Connection, name: str, call: Call) -> None:
         await _do(connection, name, call)
     except amqp.AMQPError as error:
         raise TopologyError(
-            f"{name}: {_words(error)}; what is there now: rabbit-tasks topology check"
+            f"{name}: {words(error)}; what is there now: rabbit-tasks topology check"
         ) from None
 
 
@@ -288,12 +288,8 @@ async def _refusal(connection: Connection, name: str, call: Call) -> tuple[str, 
     except amqp.ChannelLockedResource:
         return "exclusive", "false", "true, of another connection"
     except amqp.ChannelPreconditionFailed as error:
-        match = _DIFFERS.search(_words(error))
+        match = _DIFFERS.search(words(error))
         if match is None:
-            return "definition", "ours", _words(error)
+            return "definition", "ours", words(error)
         return match["name"], match["wanted"].strip("'"), match["found"].strip("'")
     return None
-
-
-def _words(error: amqp.AMQPError) -> str:
-    return " ".join(str(part) for part in error.args if part is not None)

@@ -15,16 +15,13 @@ lose it.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import hashlib
-import inspect
 import logging
 import random
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -36,10 +33,12 @@ from aiormq.channel import Channel
 
 from rabbit_tasks import consumer as consumers
 from rabbit_tasks import history
-from rabbit_tasks.broker import LOST, Publisher, is_cancelled, properties_of
+from rabbit_tasks.broker import LOST, Publisher, is_cancelled
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.durations import duration_text
 from rabbit_tasks.errors import ConnectError, PublishError
+from rabbit_tasks.frames import properties_of
+from rabbit_tasks.handler import Handler
 from rabbit_tasks.isolation import Children
 from rabbit_tasks.message import Message
 from rabbit_tasks.observer import Observer, Settled
@@ -57,6 +56,9 @@ ORPHANS_KEPT: Final = 600.0
 
 class DeliveryLost(Exception):
     """The delivery is no longer ours: its channel or connection is gone, or its consumer cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__("its channel was closed")
 
 
 class Stopping(Exception):
@@ -125,10 +127,11 @@ class Delivery:
 class Run:
     """One run of a handler in this process: usually of one delivery, of two where one was lost."""
 
-    __slots__ = ("copied", "free", "lost_at", "outcome", "owned", "seconds", "when")
+    __slots__ = ("copied", "failure", "free", "lost_at", "outcome", "owned", "seconds", "when")
 
     def __init__(self) -> None:
         self.outcome: Outcome | None = None
+        self.failure: history.Failure | None = None
         self.copied = False
         self.owned = False
         """A delivery is being processed by it now."""
@@ -224,9 +227,8 @@ class Handling:
         self._error_stack = error_stack
         self._worker = worker
         self._children = children
+        self._handler = Handler(consumer)
         self._permits = asyncio.Semaphore(self.kind.concurrency)
-        self._threads: Executor | None = None
-        self._is_async = consumers.is_async(self.kind)
 
     async def start(self) -> None:
         """Have child processes ready before the first message; ConfigurationError if they cannot."""
@@ -235,8 +237,7 @@ class Handling:
 
     def close(self) -> None:
         """No more messages: let go of threads and child processes."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._handler.close()
         if self._children is not None:
             self._children.close()
 
@@ -254,6 +255,8 @@ class Handling:
             if run.outcome is None:
                 async with self._permits:
                     run.outcome = await self.attempt(delivery, run)
+                run.failure = self._failure(run.outcome)
+                self._tell(delivery, run)
             delivery.settling = True
             if not run.copied:
                 run.copied = await self.settle(delivery, run)
@@ -280,12 +283,14 @@ class Handling:
         """Decode, handle; an exception becomes an outcome. Cancellation passes through."""
         if delivery.lost:
             raise DeliveryLost
+        if self.stopping.is_set():
+            raise Stopping
         message = self._message(delivery)
         run.when, started = time.time(), time.perf_counter()
         try:
             if self._children is not None:
                 return await self._children.attempt(message)
-            await self._handle(consumers.decode(self.kind, delivery.body), message)
+            await self._handler.call(consumers.decode(self.kind, delivery.body), message)
             return Done()
         except BaseException as error:  # even SystemExit: a message must not take the worker down
             if _ends_us(error):
@@ -308,11 +313,9 @@ class Handling:
                 exchange, key = PARKING_LOT, self.kind.queue
             case _:
                 return True
-        failure = None if outcome.error is None else history.failure_of(outcome.error, self._redact)
-        self._tell(delivery, outcome, failure)
         headers = history.after(
             outcome,
-            failure,
+            run.failure,
             delivery.properties,
             queue=self.kind.queue,
             attempt=self._message(delivery).attempt,
@@ -321,65 +324,14 @@ class Handling:
             worker=self._worker,
             stack=self._error_stack,
         )
-        return await self._copy(delivery, exchange, key, headers)
+        return await self._copy(delivery, run, exchange, key, headers)
 
     # --- its steps ------------------------------------------------------------------------------
 
-    async def _handle(self, body: Any, message: Message) -> None:
-        if not self._is_async:
-            await self._in_thread(body, message)
-            return
-        ended: list[BaseException | None] = []
-        # In a task of its own: a handler, or a library that it uses, may cancel the task in which it
-        # runs. In ours that would look as if the worker had to go.
-        task = asyncio.create_task(_caught(partial(self._in_time, body, message), ended))
-        cancelled = 0
-        while not task.done():
-            try:
-                await asyncio.wait([task])
-            except asyncio.CancelledError:
-                cancelled += 1
-                task.cancel()
-                if cancelled > 1:
-                    raise
-        # Nothing in it: cancelled before its first step.
-        error = ended[0] if ended else asyncio.CancelledError()
-        if error is not None:
-            raise asyncio.CancelledError if cancelled else error
-
-    async def _in_time(self, body: Any, message: Message) -> None:
-        if self.kind.timeout is None:
-            await self.consumer.handle(body, message)  # type: ignore[misc]
-            return
-        limit = self.kind.timeout.total_seconds()
-        late = asyncio.get_running_loop().call_later(limit + 10, self._overdue, message.id)
-        try:
-            async with asyncio.timeout(limit) as timeout:
-                await self.consumer.handle(body, message)  # type: ignore[misc]
-        except TimeoutError as error:
-            if timeout.expired():
-                raise TimeoutError(f"the handler outlasted its {limit:g} s") from error
-            raise
-        finally:
-            late.cancel()
-
-    def _overdue(self, message_id: str | None) -> None:
-        log.error(
-            "%s does not stop: its time was up 10 s ago, it was cancelled, and it still runs with "
-            "message %s; let CancelledError pass, or use isolation = \"process\"",
-            self.kind.__qualname__, message_id,
-        )  # fmt: skip
-
-    async def _in_thread(self, body: Any, message: Message) -> None:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(self.kind.concurrency, self.kind.__qualname__)
-        # Errors come back as values: StopIteration cannot be set on a future, and the slot would
-        # wait for ever.
-        call = partial(contextvars.copy_context().run, _call, self.consumer, body, message)
-        loop = asyncio.get_running_loop()
-        error = await loop.run_in_executor(self._threads, call)
-        if error is not None:
-            raise error
+    def _failure(self, outcome: Outcome) -> history.Failure | None:
+        if isinstance(outcome, Done) or outcome.error is None:
+            return None
+        return history.failure_of(outcome.error, self._redact)
 
     def _message(self, delivery: Delivery) -> Message:
         return Message(
@@ -387,7 +339,7 @@ class Handling:
         )
 
     async def _copy(
-        self, delivery: Delivery, exchange: str, key: str, headers: dict[str, Any]
+        self, delivery: Delivery, run: Run, exchange: str, key: str, headers: dict[str, Any]
     ) -> bool:
         publisher = self._publisher
         assert publisher is not None
@@ -408,10 +360,8 @@ class Handling:
                     frame_max=(await publisher.connect()).frame_max,
                 )
                 if copy is None:
-                    log.error(
-                        "%s: message %s has headers that leave no room for ours; the broker parks it",
-                        self.kind.queue, delivery.properties.text("message_id"),
-                    )  # fmt: skip
+                    run.outcome = Parked("its headers leave no room for ours: parked by the broker")
+                    self._tell(delivery, run)
                     await delivery.reject()
                     return False
                 await publisher.send(exchange, key, delivery.body, copy)
@@ -433,7 +383,6 @@ class Handling:
         if delivery.lost or publisher is None:
             return
         delivery.settling = True
-        message_id = delivery.properties.text("message_id")
         try:
             async with asyncio.timeout(PUT_BACK_TIMEOUT):
                 copy = history.returned(
@@ -444,41 +393,41 @@ class Handling:
                 await publisher.send("", queue, delivery.body, copy)
                 await delivery.ack()
         except (PublishError, ConnectError, DeliveryLost, TimeoutError) as error:
-            why = str(error) or "no time"
-            log.warning("%s: message %s not put back (%s); the broker does", queue, message_id, why)
+            why = str(error) or f"no answer within {PUT_BACK_TIMEOUT:g} s"
+            self._log(logging.WARNING, delivery, f"not put back ({why}); the broker does")
         else:
-            log.info("%s: message %s put back", queue, message_id)
+            self._log(logging.INFO, delivery, "put back")
 
     # --- who is told ----------------------------------------------------------------------------
 
-    def _tell(
-        self, delivery: Delivery, outcome: RetryAfter | Parked, failure: history.Failure | None
-    ) -> None:
+    def _log(self, level: int, delivery: Delivery, text: str, **more: Any) -> None:
+        """One line about one message, with the fields that every such line has."""
         message = self._message(delivery)
-        fields = {
-            "queue": self.kind.queue,
-            "id": message.id,
-            "attempt": message.attempt,
-            "error": failure.log if failure else None,
-        }
-        what = f"{self.kind.queue}: message {message.id}, attempt {message.attempt}"
-        tries = f"{what} of {self.kind.retry.attempts}"
-        error = failure.log if failure else ""
-        if isinstance(outcome, RetryAfter):
-            delay = duration_text(outcome.delay)
-            fields["delay"] = delay
-            log.warning("%s failed: %s; again in %s", tries, error, delay, extra={"fields": fields})
+        fields = {"queue": message.queue, "id": message.id, "attempt": message.attempt, **more}
+        log.log(
+            level, "%s: message %s %s", message.queue, message.id, text, extra={"fields": fields}
+        )
+
+    def _tell(self, delivery: Delivery, run: Run) -> None:
+        """What was decided, where it is not simply done."""
+        if isinstance(run.outcome, Done) or run.outcome is None:
+            return
+        error = run.failure.log if run.failure else ""
+        tries = f"attempt {self._message(delivery).attempt} of {self.kind.retry.attempts}"
+        if isinstance(run.outcome, RetryAfter):
+            delay = duration_text(run.outcome.delay)
+            text = f"{tries} failed: {error}; again in {delay}"
+            self._log(logging.WARNING, delivery, text, error=error, delay=delay)
         else:
-            fields["reason"] = history.one_line(outcome.reason)
-            log.error("%s parked: %s; %s", tries, fields["reason"], error, extra={"fields": fields})
+            reason = history.one_line(run.outcome.reason)
+            text = f"{tries} parked: {reason}; {error}"
+            self._log(logging.ERROR, delivery, text, error=error, reason=reason)
 
     def _tell_held(self, delivery: Delivery, state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         pause = state.next_action.sleep if state.next_action else 0.0
-        log.error(
-            "%s: message %s is held, its copy was not taken (%s); next try in %.1f s",
-            self.kind.queue, delivery.properties.text("message_id"), error, pause,
-        )  # fmt: skip
+        text = f"is held, its copy was not taken ({error}); next try in {pause:.1f} s"
+        self._log(logging.ERROR, delivery, text, error=str(error))
 
     def _report(self, delivery: Delivery, run: Run) -> None:
         if not self._observers or run.outcome is None:
@@ -500,25 +449,3 @@ def _ends_us(error: BaseException) -> bool:
     if issubclass(kind, GeneratorExit):
         return asyncio._get_running_loop() is None  # noqa: SLF001 (get_running_loop raises)
     return issubclass(kind, asyncio.CancelledError) and is_cancelled()
-
-
-async def _caught(handle: Callable[[], Awaitable[None]], ended: list[BaseException | None]) -> None:
-    """Note how it ended: SystemExit out of a task would end the event loop."""
-    try:
-        await handle()
-    except BaseException as error:
-        ended.append(error)
-    else:
-        ended.append(None)
-
-
-def _call(consumer: Consumer[Any], body: Any, message: Message) -> BaseException | None:
-    try:
-        result: Any = consumer.handle(body, message)
-        if inspect.isawaitable(result):
-            if inspect.iscoroutine(result):
-                result.close()
-            raise TypeError("handle returned an awaitable: write it as async def")
-    except BaseException as error:  # (carried to the slot that waits for it)
-        return error
-    return None

@@ -38,9 +38,10 @@ from rabbit_tasks.broker import (
     Connection,
     Publisher,
     is_cancelled,
-    properties_of,
+    words,
 )
 from rabbit_tasks.errors import ConnectError, ParkingError, PublishError
+from rabbit_tasks.frames import properties_of
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.topology import parked_queue
 
@@ -434,7 +435,7 @@ def _explained(connection: Connection, lot: str) -> Iterator[None]:
         ) from None
     except amqp.ChannelAccessRefused as error:
         raise ParkingError(
-            f"{lot}: {_words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
+            f"{lot}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
         ) from None
     except TimeoutError:
         raise ParkingError(f"{lot}: the broker did not answer within {RPC_TIMEOUT:g} s") from None
@@ -443,14 +444,10 @@ def _explained(connection: Connection, lot: str) -> Iterator[None]:
             raise
         raise _lost(lot, "the broker did not answer") from None
     except LOST as error:
-        raise _lost(lot, _words(error)) from None
+        raise _lost(lot, words(error)) from None
     except amqp.AMQPError as error:
-        raise ParkingError(f"{lot}: {_words(error)}") from None
+        raise ParkingError(f"{lot}: {words(error)}") from None
 
 
 def _lost(lot: str, why: str) -> ParkingError:
     return ParkingError(f"{lot}: connection lost ({why}); what was not moved is still parked")
-
-
-def _words(error: Exception) -> str:
-    return " ".join(str(part) for part in error.args if part) or repr(error)

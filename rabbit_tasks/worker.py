@@ -36,9 +36,10 @@ from rabbit_tasks.broker import (
     Publisher,
     connect,
     is_cancelled,
+    words,
 )
 from rabbit_tasks.consumer import Consumer
-from rabbit_tasks.delivery import Delivery, DeliveryLost, Handling, Stopping
+from rabbit_tasks.delivery import PUT_BACK_TIMEOUT, Delivery, DeliveryLost, Handling, Stopping
 from rabbit_tasks.errors import (
     ConfigurationError,
     ConnectError,
@@ -56,10 +57,14 @@ T = TypeVar("T")
 log = logging.getLogger("rabbit_tasks")
 
 FIRST_PAUSE: Final = 0.5
+SPARE_CHANNELS: Final = 8
+"""Channels of a connection beside those of its slots, for looking up and declaring."""
 LONGEST_PAUSE: Final = 5.0
 """Seconds between two tries to consume from a queue, on a connection that lives."""
 HEALTHY: Final = 30.0
 """Seconds after which a session counts as a success, and the pauses begin small again."""
+MOMENT: Final = 1.0
+"""Seconds after the order to stop for what has not begun to consume."""
 LAST_WORDS: Final = 8.0
 """Seconds after the grace time for settling what is decided and putting back what is not."""
 
@@ -101,6 +106,7 @@ class Worker:
         self._pumps: set[asyncio.Task[None]] = set()
         self._in_hand: dict[asyncio.Task[None], Delivery] = {}
         self._worked = False
+        self._quiet_until: dict[str, float] = {}
         self.name = self._settings.worker_name or f"{socket.gethostname()}:{os.getpid()}"
 
     def stop(self) -> None:
@@ -147,8 +153,6 @@ class Worker:
     def _worth_another(self, error: BaseException) -> bool:
         if isinstance(error, ConnectError):
             return not error.permanent
-        if isinstance(error, TopologyError):
-            return self._worked  # at the first session it is a deploy without a declare
         return isinstance(error, Exception) and not isinstance(error, RabbitTasksError)
 
     async def _pause(self, seconds: float) -> None:
@@ -166,13 +170,17 @@ class Worker:
             await stack.enter_async_context(_Lifespan(self._app.lifespan()))
 
     async def _unless_stopped(self, work: Awaitable[T]) -> T | None:
-        """The result; None where we were asked to stop first, and the work was given up."""
+        """The result; None where we were asked to stop first, and the work was given up.
+
+        Not before it had a moment to end by itself: given up amid a handshake, the client library
+        leaves tasks behind, whose fate asyncio then complains of.
+        """
         limit = asyncio.timeout(None)
 
         def give_up(asked: asyncio.Task[Any]) -> None:
             with suppress(RuntimeError):  # the work has just ended by itself
                 if not asked.cancelled():
-                    limit.reschedule(asyncio.get_running_loop().time())
+                    limit.reschedule(asyncio.get_running_loop().time() + MOMENT)
 
         asked = asyncio.create_task(self._stop.wait())
         asked.add_done_callback(give_up)
@@ -239,11 +247,32 @@ class Worker:
             await connection.end()
 
     async def _make_sure(self, connection: Connection) -> None:
-        if self._declare:
-            for name in await declare.declare(connection, self._topology):
-                log.info("created %s", name)
-        elif absent := await declare.missing(connection, self._topology):
-            raise TopologyError(f"missing: {', '.join(absent)}; create them: {declare.COMMAND}")
+        """Create or look up what we need: TopologyError, but for a worker that has worked before.
+
+        That one goes on with the queues that are there: what is missing holds up only its own.
+        """
+        wanted = self._slots_wanted
+        if wanted + SPARE_CHANNELS > connection.channel_max:
+            raise ConfigurationError(
+                f"{wanted} slots need as many channels, and the broker allows {connection.channel_max} "
+                "on a connection (channel_max): lower concurrency, or start two workers, each with "
+                "some of the queues"
+            )
+        try:
+            if self._declare:
+                for name in await declare.declare(connection, self._topology):
+                    log.info("created %s", name)
+            elif absent := await declare.missing(connection, self._topology):
+                raise TopologyError(f"missing: {', '.join(absent)}; create them: {declare.COMMAND}")
+        except TopologyError as error:
+            if not self._worked:
+                raise
+            for line in str(error).splitlines():
+                log.error("%s", line)
+
+    @property
+    def _slots_wanted(self) -> int:
+        return sum(handling.kind.concurrency for handling in self._handlings)
 
     async def _slot(self, connection: Connection, handling: Handling, number: int) -> None:
         """Consume on one channel after another, as long as the connection lives."""
@@ -253,7 +282,7 @@ class Worker:
             try:
                 why = await self._consume(connection, handling)
             except (*LOST, amqp.AMQPError, TimeoutError) as error:
-                why = " ".join(str(part) for part in error.args if part) or repr(error)
+                why = words(error)
             except asyncio.CancelledError:
                 if is_cancelled():
                     raise
@@ -267,12 +296,16 @@ class Worker:
                 return
             failures = 0 if time.monotonic() - started > HEALTHY else min(failures + 1, 10)
             pause = random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2**failures))
-            if number == 0:  # the others of this queue wait for the same thing
+            queue = handling.kind.queue
+            if first := self._quiet_until.get(queue, 0.0) <= time.monotonic():
+                # The other slots of this queue wait for the same thing.
+                self._quiet_until[queue] = time.monotonic() + pause
                 log.warning(
-                    "%s: not consuming (%s); again in %.1f s", handling.kind.queue, why, pause
-                )
+                    "%s: not consuming (%s); again in %.1f s",
+                    queue, why, pause, extra={"fields": {"queue": queue}},
+                )  # fmt: skip
             await self._pause(pause)
-            if self._declare and number == 0 and not connection.is_lost:
+            if self._declare and first and not connection.is_lost:
                 with suppress(TopologyError, ConnectError):
                     await declare.declare(connection, self._topology)
 
@@ -363,9 +396,10 @@ class Worker:
             try:
                 await handling.process(delivery)
             except DeliveryLost:
+                queue, message_id = handling.kind.queue, delivery.properties.text("message_id")
                 log.info(
-                    "%s: connection lost with message %s in hand; its redelivery goes on from here",
-                    handling.kind.queue, delivery.properties.text("message_id"),
+                    "%s: channel lost with message %s in hand; if it comes here again, it goes on",
+                    queue, message_id, extra={"fields": {"queue": queue, "id": message_id}},
                 )  # fmt: skip
                 return
             except Stopping:
@@ -392,6 +426,11 @@ class Worker:
             if delivery is None or not delivery.settling:
                 pump.cancel()
         await asyncio.sleep(LAST_WORDS)
+        # A handler that held on to the first cancellation is put back at the second. Only then may
+        # its channel go: without it nothing could be acked, and the copy would be one too many.
+        for pump in self._pumps:
+            pump.cancel()
+        await _all_of(self._pumps, PUT_BACK_TIMEOUT + 1)
         for task in (*self._pumps, *self._slots):
             task.cancel()
 
@@ -434,14 +473,14 @@ def _explained(text: str, but: BaseException | None = None) -> Iterator[None]:
         raise ConfigurationError(text.format(failure_of(error).log)) from error
 
 
-async def _all_of(tasks: set[asyncio.Task[None]]) -> None:
+async def _all_of(tasks: set[asyncio.Task[None]], within: float | None = None) -> None:
     if tasks:
-        await asyncio.wait(set(tasks))
+        await asyncio.wait(set(tasks), timeout=within)
 
 
 def _why_closed(closing: asyncio.Future[Any]) -> str:
     error = None if closing.cancelled() else closing.exception()
-    return " ".join(str(part) for part in error.args if part) if error else "the channel was closed"
+    return words(error) if error else "the channel was closed"
 
 
 def _tell_pause(state: tenacity.RetryCallState) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import sys
@@ -276,8 +275,7 @@ async def test_a_connection_lost_while_declaring_is_one_line(
 ) -> None:
     mine = await connect(settings, "declare")
     await eventually(lambda: broker.close_connections(vhost), within=20)
-    with contextlib.suppress(TimeoutError):
-        await asyncio.wait_for(mine.lost(), 10)
+    await eventually(lambda: mine.is_lost)
     with pytest.raises(ConnectError, match="connection lost") as lost:
         await declare(mine, TOPOLOGY)
     assert len(str(lost.value).splitlines()) == 1

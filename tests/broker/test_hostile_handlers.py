@@ -59,10 +59,9 @@ async def test_whatever_a_handler_raises_its_message_is_retried_and_parked(
     parked = {one.id: one async for one in parking.browse(connection, "failing")}
     assert set(parked) == set(names)
     malformed = {name for name, one in parked.items() if one.reason == "malformed body"}
-    # pydantic takes these from a validator for what it says about the body (of the one whose text is
-    # not UTF-8 it can say nothing).
+    # pydantic takes these from a validator for what it says about the body.
     assert malformed == ({
-        "ValueError", "1 MB", "endless", "noted"
+        "ValueError", "1 MB", "not UTF-8", "endless", "noted"
     } if kind is failing.FailsInValidator else set())  # fmt: skip
     for name, one in parked.items():
         once = name in PARKS or name in malformed

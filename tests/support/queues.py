@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from aiormq.abc import DeliveredMessage
 from pamqp.commands import Basic
 
-from rabbit_tasks.broker import Connection, properties_of
+from rabbit_tasks.broker import Connection
+from rabbit_tasks.frames import properties_of
 from rabbit_tasks.properties import Properties
 
 

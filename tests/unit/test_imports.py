@@ -19,7 +19,8 @@ FLOORS = [
     {"rabbit_tasks"},  # the public names
     {"worker", "testing"},
     {"delivery", "parking", "declare", "watchdog"},
-    {"isolation", "broker"},
+    {"handler", "isolation", "broker"},
+    {"frames"},
     # ----- nothing below imports aio_pika -----
     {"app"},
     {"topology", "observer", "history"},

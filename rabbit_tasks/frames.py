@@ -1,0 +1,135 @@
+"""Frames on their way in and out: message properties pass the client library as bytes.
+
+aiormq 7.2 takes a transport factory, and so a stream reader of ours: public API. What the reader
+hands out are whole frames, in three reads each, as the library asks for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Final
+
+from aiormq.abc import DeliveredMessage
+from aiormq.connection import SSLContextProvider, TransportFactory
+from pamqp.commands import Basic
+from yarl import URL
+
+from rabbit_tasks.properties import Properties
+
+
+class RawProperties(TransportFactory):
+    """Opens sockets whose reader hides the property list from the client library's decoder.
+
+    That decoder loses types and closes the connection on text that is not UTF-8 or a timestamp
+    beyond the year 9999, and then again on the redelivery.
+    """
+
+    def __init__(self) -> None:
+        self._writer: asyncio.StreamWriter | None = None
+        self._reader: _FrameReader | None = None
+
+    @property
+    def close_reason(self) -> tuple[int, str] | None:
+        """The broker's words when it closed the connection."""
+        return self._reader.close_reason if self._reader else None
+
+    async def create(
+        self, url: URL, **kwargs: Any
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        provider: SSLContextProvider = kwargs.pop("ssl_context_provider")
+        context = await provider.get_context() if url.scheme == "amqps" else None
+        assert url.host is not None
+        assert url.port is not None
+        loop = asyncio.get_running_loop()
+        reader = _FrameReader(limit=2**20, loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        transport, _ = await loop.create_connection(
+            lambda: protocol, url.host, url.port, ssl=context, **kwargs
+        )
+        self._reader = reader
+        self._writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        return reader, self._writer
+
+    def abort(self) -> None:
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+
+_METHOD, _HEADER = 1, 2
+_RETURN: Final = b"\x00\x3c\x00\x32"
+_CLOSE: Final = b"\x00\x0a\x00\x32"
+_HEADERS_ONLY: Final = (1 << 13).to_bytes(2, "big")
+_HEADERS_AND_ID: Final = (1 << 13 | 1 << 7).to_bytes(2, "big")
+
+
+class _FrameReader(asyncio.StreamReader):
+    """Hands out frames; in a content header, the property list is one header of bytes.
+
+    A returned message's header also carries the id by which the library finds its publish.
+    """
+
+    def __init__(self, *, limit: int, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(limit=limit, loop=loop)
+        self.close_reason: tuple[int, str] | None = None
+        self._frame = b""
+        self._at = 0
+        self._returned: set[bytes] = set()
+
+    async def readexactly(self, n: int) -> bytes:
+        if self._at == len(self._frame):
+            self._frame, self._at = await self._next(), 0
+        start, self._at = self._at, self._at + n
+        if self._at > len(self._frame):
+            raise RuntimeError("aiormq reads frames in another way than version 7.2 did")
+        return self._frame[start : self._at]
+
+    async def _next(self) -> bytes:
+        head = await super().readexactly(7)
+        if head[0] > 8:  # not AMQP 0-9-1: the library says so by the first bytes
+            return head
+        rest = await super().readexactly(int.from_bytes(head[3:], "big") + 1)
+        if head[0] == _METHOD and rest[:4] == _RETURN:
+            self._returned.add(head[1:3])
+        if head[0] == _METHOD and rest[:4] == _CLOSE:
+            # The library loses this text when it waits for another frame, as for Open-Ok.
+            text = rest[7 : 7 + rest[6]].decode("utf-8", "replace")
+            self.close_reason = (int.from_bytes(rest[4:6], "big"), text)
+        if head[0] != _HEADER:
+            return head + rest
+        raw = rest[12:-1]
+        table = b"\0x" + len(raw).to_bytes(4, "big") + raw
+        fields = len(table).to_bytes(4, "big") + table
+        flags = _HEADERS_ONLY
+        if head[1:3] in self._returned:
+            self._returned.discard(head[1:3])
+            found = mark(Properties.decode(raw)).encode()
+            flags, fields = _HEADERS_AND_ID, fields + bytes([len(found)]) + found
+        payload = rest[:12] + flags + fields
+        return head[:3] + len(payload).to_bytes(4, "big") + payload + rest[-1:]
+
+
+def properties_of(message: DeliveredMessage) -> Properties:
+    """The properties that came with a delivery on one of our connections."""
+    headers: Mapping[str, Any] = message.header.properties.headers or {}
+    return Properties.decode(bytes(headers[""]))
+
+
+class Wire(Basic.Properties):
+    """Properties that are written as the bytes they are."""
+
+    def __init__(self, properties: Properties) -> None:
+        super().__init__(message_id=mark(properties))
+        self._bytes = properties.encode()
+
+    def marshal(self) -> bytes:
+        return self._bytes
+
+
+def mark(properties: Properties) -> str:
+    """The id by which the library finds a returned message's publish; never empty, short enough."""
+    text = properties.text("message_id") or ""
+    if text.isascii() and 0 < len(text) < 200:
+        return text
+    return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()

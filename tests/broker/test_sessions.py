@@ -1,0 +1,120 @@
+"""Sessions and their end: one worker, in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from rabbit_tasks import App, ConfigurationError, Consumer, Message, Publisher, Settings
+from rabbit_tasks.broker import Connection
+from rabbit_tasks.errors import PublishError
+from rabbit_tasks.worker import Worker
+from tests.conftest import eventually
+from tests.support.brokers import Broker
+from tests.support.inprocess import Running
+from tests.support.queues import depth, take_all
+
+Declared = Callable[[App], Awaitable[None]]
+Run = Callable[[App], Awaitable[Running]]
+
+
+class Deaf(Consumer[dict[str, Any]]):
+    """Swallows the first cancellation."""
+
+    queue = "deaf"
+
+    def __init__(self) -> None:
+        self.started = asyncio.Event()
+
+    async def handle(self, body: dict[str, Any], message: Message) -> None:
+        self.started.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        await asyncio.sleep(60)
+
+
+async def test_a_handler_that_resists_its_cancellation_is_put_back_once(
+    settings: Settings, connection: Connection, publisher: Publisher, declared: Declared
+) -> None:
+    deaf = Deaf()
+    app = App("deaf", [deaf])
+    await declared(app)
+    worker = Worker(app, settings.changed(grace=timedelta(milliseconds=100)))
+    task = asyncio.create_task(worker.run())
+    await publisher.publish(Deaf, {})
+    await asyncio.wait_for(deaf.started.wait(), 10)
+    worker.stop()
+    await asyncio.wait_for(task, 30)
+    (back,) = await take_all(connection, "deaf")
+    assert back.properties.header("x-delivery-count") in (None, 0)
+
+
+async def test_more_slots_than_the_broker_has_channels_are_refused_at_the_start(
+    settings: Settings, declared: Declared
+) -> None:
+    class Wide(Consumer[bytes]):
+        queue = "wide.1"
+        concurrency = 1000
+
+        async def handle(self, body: bytes, message: Message) -> None: ...
+
+    class Wider(Wide):
+        queue = "wide.2"
+
+    class Widest(Wide):
+        queue = "wide.3"
+
+    app = App("wide", [Wide(), Wider(), Widest()])
+    await declared(app)
+    with pytest.raises(ConfigurationError, match=r"3000 slots .* 2047 .*channel_max"):
+        await Worker(app, settings).run()
+
+
+async def test_a_queue_missing_after_a_reconnect_stops_its_own_consumer_only(
+    connection: Connection, publisher: Publisher, broker: Broker, vhost: str, run: Run
+) -> None:
+    done: list[str] = []
+
+    class One(Consumer[dict[str, Any]]):
+        queue = "one"
+
+        async def handle(self, body: dict[str, Any], message: Message) -> None:
+            done.append(message.queue)
+
+    class Other(One):
+        queue = "other"
+
+    running = await run(App("two", [One(), Other()]))
+    await publisher.publish(One, {})
+    await publisher.publish(Other, {})
+    await eventually(lambda: sorted(done) == ["one", "other"])
+    channel = await connection.open()
+    await channel.queue_delete("other.retry.1.1s")
+    await channel.queue_delete("other")
+    await channel.close()
+
+    await eventually(lambda: asyncio.to_thread(broker.close_connections, vhost), within=20)
+    async with Publisher.open(Settings(url=broker.url(vhost))) as another:
+        await another.publish(One, {})
+        await eventually(lambda: done.count("one") == 2, within=20)
+    assert running.is_running
+
+
+async def test_a_closed_publisher_publishes_no_more_and_opens_nothing(
+    settings: Settings, connection: Connection, declared: Declared
+) -> None:
+    await declared(App("deaf", [Deaf()]))
+    async with Publisher.open(settings) as publisher:
+        late = [asyncio.create_task(publisher.publish(Deaf, {"i": i})) for i in range(300)]
+        await asyncio.sleep(0)
+    ended = await asyncio.gather(*late, return_exceptions=True)
+    confirmed = [one for one in ended if isinstance(one, str)]
+    assert await depth(connection, "deaf") == len(confirmed)
+    with pytest.raises(PublishError, match="closed") as refused:
+        await publisher.publish(Deaf, {})
+    assert not refused.value.maybe_stored
