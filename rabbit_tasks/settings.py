@@ -6,7 +6,7 @@ import ssl
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Annotated, Any, Final, Self, TypedDict, Unpack
 from urllib.parse import unquote, urlsplit
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError
@@ -39,12 +39,37 @@ class Address:
         return f"{host}:{self.port}"
 
 
+_Duration = timedelta | str | float | None
+_Path = Path | str | None
+
+
+class _Values(TypedDict, total=False):
+    """What may be given, for whoever checks types: more than what there is then. None is nothing."""
+
+    url: str | None
+    user: str | None
+    password: SecretStr | str | None
+    vhost: str | None
+    tls_ca: _Path
+    tls_cert: _Path
+    tls_key: _Path
+    tls_check_host: bool | None
+    heartbeat: _Duration
+    connect_timeout: _Duration
+    publish_timeout: _Duration
+    grace: _Duration
+    reconnect_cap: _Duration
+    error_stack: bool | None
+    worker_name: str | None
+
+
 class Settings(BaseSettings):
-    """Read from the environment, `RABBIT_TASKS_<NAME>`, where not given as an argument.
+    """Read from the environment, `RABBIT_TASKS_<NAME>`, where not given as an argument or None.
 
     url                 the broker, or several nodes of it separated by commas, tried in turn:
                         amqp://user:password@host:port/vhost, amqps:// for TLS. In a URL, write
-                        @ : / % # , in passwords and virtual hosts as %40 %3A %2F %25 %23 %2C
+                        @ : / % # ? , in passwords and virtual hosts as
+                        %40 %3A %2F %25 %23 %3F %2C
     user, password      instead of those in the URL; taken literally, nothing to encode
     vhost               instead of the one in the URL; likewise
     tls_ca              file of certificates that signed the broker's (default: the system's)
@@ -85,9 +110,10 @@ class Settings(BaseSettings):
     error_stack: bool = True
     worker_name: str | None = None
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, **values: Unpack[_Values]) -> None:
+        given: dict[str, Any] = {name: one for name, one in values.items() if one is not None}
         try:
-            super().__init__(**values)
+            super().__init__(**given)
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False)[0]
             name = str(first["loc"][0]) if first["loc"] else "?"
@@ -95,9 +121,9 @@ class Settings(BaseSettings):
             raise ConfigurationError(f"{PREFIX}{name.upper()}: {text}") from None
         self.addresses()
 
-    def changed(self, **values: Any) -> Self:
-        """These settings with the values that are not None put in."""
-        given = {name: value for name, value in values.items() if value is not None}
+    def changed(self, **values: Unpack[_Values]) -> Self:
+        """These settings with other values put in."""
+        given: dict[str, Any] = {name: one for name, one in values.items() if one is not None}
         return type(self)(**{**self.model_dump(exclude_unset=True), **given})
 
     def addresses(self) -> tuple[Address, ...]:
@@ -113,14 +139,19 @@ class Settings(BaseSettings):
             port = parts.port
         except ValueError:
             port, parts = None, urlsplit("")
+        if parts.query and parts.hostname and "@" not in parts.query:
+            raise ConfigurationError(
+                f"{PREFIX}URL takes no ?query; set {PREFIX}HEARTBEAT, {PREFIX}CONNECT_TIMEOUT, "
+                f"{PREFIX}TLS_CA and their like (or encode a ? as %3F)"
+            )
         # An unencoded / or # in a password ends the host part early, an unencoded @ or : moves it.
         if parts.scheme not in _PORTS or not parts.hostname or parts.query or parts.fragment \
                 or "@" in unquote(parts.hostname) or parts.netloc.count("@") > 1 \
                 or "@" in parts.path:  # fmt: skip
             raise ConfigurationError(
-                f"{PREFIX}URL is not amqp://user:password@host:port/vhost; encode @ : / % # , in "
-                f"passwords and virtual hosts as %40 %3A %2F %25 %23 %2C, or set {PREFIX}PASSWORD "
-                f"and {PREFIX}VHOST, which are taken literally"
+                f"{PREFIX}URL is not amqp://user:password@host:port/vhost; encode @ : / % # ? , in "
+                f"passwords and virtual hosts as %40 %3A %2F %25 %23 %3F %2C, or set "
+                f"{PREFIX}PASSWORD and {PREFIX}VHOST, which are taken literally"
             )
         password = self.password.get_secret_value() if self.password else None
         return Address(

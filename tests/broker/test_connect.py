@@ -299,14 +299,14 @@ async def test_tls_to_a_plain_port_and_plain_to_a_tls_port_name_the_url(
 def test_files_that_are_none_name_their_setting(tmp_path: Path, ca_file: Path) -> None:
     empty = tmp_path / "empty.pem"
     empty.write_text("")
-    for name, files in (
-        ("TLS_CA", {"tls_ca": empty}),
-        ("TLS_CA", {"tls_ca": tmp_path / "absent"}),
-        ("TLS_CERT", {"tls_cert": ca_file}),
-        ("TLS_KEY", {"tls_key": ca_file}),
+    for name, settings in (
+        ("TLS_CA", Settings(tls_ca=empty)),
+        ("TLS_CA", Settings(tls_ca=tmp_path / "absent")),
+        ("TLS_CERT", Settings(tls_cert=ca_file)),
+        ("TLS_KEY", Settings(tls_key=ca_file)),
     ):
         with pytest.raises(ConfigurationError, match=f"RABBIT_TASKS_{name}"):
-            Settings(url="amqps://localhost", **files).tls()
+            settings.tls()
 
 
 def test_the_tls_context_is_a_strict_one_by_default() -> None:

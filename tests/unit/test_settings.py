@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from urllib.parse import quote
 
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rabbit_tasks import ConfigurationError, Settings
 from rabbit_tasks.durations import duration_of
-from rabbit_tasks.settings import Address
+from rabbit_tasks.settings import Address, _Values
 
 SECRET = "s3cr3t"
 
@@ -105,7 +105,7 @@ def test_without_a_url_it_is_a_broker_on_this_machine() -> None:
     "url",
     [
         f"amqp://u:{SECRET}@h:x/", f"amqp://u:{SECRET}/x@h/", f"amqp://u:{SECRET}#x@h/",
-        f"amqp://u:{SECRET}@x@h/", f"amqp://u:{SECRET}?x@h/", f"amqp://u:1/{SECRET}@h/",
+        f"amqp://u:{SECRET}@x@h/", f"amqp://u:{SECRET}?x@h/", "amqp://u:5?x@h/", f"amqp://u:1/{SECRET}@h/",
         f"amqp://u:{SECRET},x@h/", f"amqp://u:{SECRET}[@h/", f"amqp://u:{SECRET}@h:70000/",
         f"amqp://u:{SECRET}@/", f"http://u:{SECRET}@h/", f"u:{SECRET}@h", "amqp:///", "h:5672", "5",
         f"amqp://u:{SECRET}@h,http://h",
@@ -118,6 +118,21 @@ def test_a_bad_url_is_one_line_with_the_variable_and_no_password(url: str) -> No
     assert text.startswith("RABBIT_TASKS_URL is not amqp://user:password@host:port/vhost; ")
     assert SECRET not in text
     assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "url", ["amqp://h/?heartbeat=5", f"amqp://u:{SECRET}@h/v?{SECRET}", "amqps://h?a"]
+)
+def test_a_query_in_a_url_says_where_its_options_are_set(url: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        Settings(url=url)
+    text = str(refused.value)
+    assert text.startswith("RABBIT_TASKS_URL takes no ?query; set RABBIT_TASKS_HEARTBEAT, ")
+    assert SECRET not in text
+
+
+def test_whoever_checks_types_knows_every_setting() -> None:
+    assert list(get_type_hints(_Values)) == list(Settings.model_fields)
 
 
 @pytest.mark.parametrize("url", ["", " ", ",", " , "])
@@ -153,7 +168,7 @@ def test_a_duration_is_seconds_or_has_a_unit(given_: Any, expected: timedelta) -
 
 @pytest.mark.parametrize(
     "value",
-    ["", "x", "10 parsecs", "-1s", "1e3", "inf", "nan", "9" * 40, "999999999999d", "1:00", None,
+    ["", "x", "10 parsecs", "-1s", "1e3", "inf", "nan", "9" * 40, "999999999999d", "1:00",
      float("inf"), float("nan"), 10**400, [], -1],
 )  # fmt: skip
 def test_a_bad_duration_is_one_line_with_the_variable(value: Any) -> None:
@@ -179,6 +194,12 @@ def test_a_bad_setting_is_one_line_with_the_variable(values: dict[str, Any], tex
     with pytest.raises(ConfigurationError, match=text) as refused:
         Settings(**values)
     assert "\n" not in str(refused.value)
+
+
+def test_none_is_as_if_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RABBIT_TASKS_GRACE", "7s")
+    assert Settings(url=None, grace=None).grace == timedelta(seconds=7)
+    assert Settings(grace=9).changed(grace=None).grace == timedelta(seconds=9)
 
 
 def test_a_bad_variable_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +266,8 @@ def test_a_client_certificate_comes_with_its_key(
 def test_a_file_that_cannot_be_used_is_one_line_with_the_variable(
     certificates: Path, files: dict[str, str], text: str
 ) -> None:
-    settings = Settings(**{name: certificates / file for name, file in files.items()})
+    given_: dict[str, Any] = {name: certificates / file for name, file in files.items()}
+    settings = Settings(**given_)
     with pytest.raises(ConfigurationError, match=text) as refused:
         settings.tls()
     assert "\n" not in str(refused.value)

@@ -96,6 +96,7 @@ async def main() -> None:
         await send(publisher)
     print(await perform(ResizeImage(Store()), ImageUploaded(path="a"), attempt=2))
     print(await perform(ResizeImage(Store()), b"malformed"))
+    print(Settings(tls_ca="ca.pem", password="p", heartbeat=5).changed(url=None, grace=1.5))
 
 
 asyncio.run(main())
@@ -153,6 +154,9 @@ REFUSED = {
         ),
         "assignment",
     ),
+    "a setting that there is not": ("Settings(urll='amqp://h')\n", "urll"),
+    "a setting of another type": ("Settings(grace=[])\n", "grace"),
+    "a change of a setting that there is not": ("Settings().changed(urll='amqp://h')\n", "urll"),
     "an isolation that there is not": (
         (
             "class X(Consumer[str]):\n    queue = 'x'\n    isolation = 'thread'\n\n"
