@@ -95,7 +95,13 @@ def find_app(spec: str | None = None) -> App:
     The current folder is importable, as with `python -m`. An attribute that is a function without
     arguments is called. ConfigurationError says what was looked for, and where.
     """
-    spec, source = _where(spec)
+    place = _place(spec)
+    if place is None:
+        raise ConfigurationError(
+            f"which app? Give --app module:attribute, set {VARIABLE}, or write it into pyproject.toml "
+            "as [tool.rabbit_tasks] app"
+        )
+    spec, source = place
     module_name, _, attribute = spec.partition(":")
     if not attribute or not module_name:
         raise ConfigurationError(
@@ -145,15 +151,12 @@ def _broken(error: BaseException, what: str, module: str) -> BaseException:
 
 
 def is_given() -> bool:
-    """Whether the environment or pyproject.toml names an app."""
-    try:
-        _where(None)
-    except ConfigurationError:
-        return False
-    return True
+    """Whether the environment or pyproject.toml names an app; ConfigurationError if unreadable."""
+    return _place(None) is not None
 
 
-def _where(spec: str | None) -> tuple[str, str]:
+def _place(spec: str | None) -> tuple[str, str] | None:
+    """What names the app, and where that is written; None where nothing does."""
     if spec:
         return spec, "--app"
     if named := os.environ.get(VARIABLE):
@@ -168,7 +171,4 @@ def _where(spec: str | None) -> tuple[str, str]:
             found = found.get(part) if isinstance(found, dict) else None
         if isinstance(found, str):
             return found, "pyproject.toml [tool.rabbit_tasks] app"
-    raise ConfigurationError(
-        f"which app? Give --app module:attribute, set {VARIABLE}, or write it into pyproject.toml "
-        "as [tool.rabbit_tasks] app"
-    )
+    return None

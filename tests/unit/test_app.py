@@ -150,6 +150,8 @@ def test_a_project_file_that_cannot_be_read_says_so(module: Write, raw: bytes) -
     Path("pyproject.toml").write_bytes(raw)
     with pytest.raises(ConfigurationError, match=r"pyproject\.toml cannot be read: "):
         find_app()
+    with pytest.raises(ConfigurationError, match=r"pyproject\.toml cannot be read: "):
+        is_given()  # (and not: publish without a check)
 
 
 def test_the_project_is_read_as_utf8_in_any_locale(module: Write) -> None:
