@@ -321,6 +321,7 @@ class Handling:
             attempt=self._message(delivery).attempt,
             when=datetime.fromtimestamp(run.when, UTC),
             seconds=run.seconds,
+            now=datetime.now(UTC),
             worker=self._worker,
             stack=self._error_stack,
         )

@@ -152,10 +152,11 @@ def after(
     attempt: int,
     when: datetime,
     seconds: float,
+    now: datetime,
     worker: str,
     stack: bool = True,
 ) -> dict[str, Any]:
-    """The headers of a copy that carries this outcome."""
+    """The headers of a copy that carries this outcome; the handler started `when`, it is `now`."""
     error = {
         "attempt": attempt,
         "when": when.isoformat(timespec="milliseconds"),
@@ -166,7 +167,7 @@ def after(
     headers: dict[str, Any] = {names.RETRY_COUNT: attempt, names.ORIGIN_QUEUE: queue}
     if isinstance(outcome, Parked):
         headers[names.PARKED_REASON] = one_line(outcome.reason)
-        headers[names.PARKED_AT] = error["when"]
+        headers[names.PARKED_AT] = now.isoformat(timespec="milliseconds")
     if failure:
         headers[names.ERROR_TYPE] = failure.type
         headers[names.ERROR_MESSAGE] = failure.message

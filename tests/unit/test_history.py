@@ -22,6 +22,7 @@ from rabbit_tasks.properties import Properties
 from tests.support.tables import VALUES, of_table
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678_000, tzinfo=UTC)
+LATER = NOW + timedelta(hours=1)
 FRAME = 131_072
 
 
@@ -40,7 +41,7 @@ def headers_of(
         RetryAfter(attempt, timedelta(seconds=1), error),
         failure_of(error),
         before or Properties.of(),
-        queue="q", attempt=attempt, when=NOW, seconds=0.5, worker="here:1", **more,
+        queue="q", attempt=attempt, when=NOW, seconds=0.5, now=LATER, worker="here:1", **more,
     )  # fmt: skip
 
 
@@ -267,16 +268,16 @@ def test_a_retry_carries_count_origin_error_and_history() -> None:
     assert copy.text("message_id") == "new"
 
 
-def test_a_parked_message_carries_reason_and_time() -> None:
+def test_a_parked_message_carries_its_reason_and_when_it_was_parked() -> None:
     headers = history.after(
         Parked("no such\nimage"), None, Properties.of(),
-        queue="q", attempt=1, when=NOW, seconds=0, worker="w",
+        queue="q", attempt=1, when=NOW, seconds=3600, now=LATER, worker="w",
     )  # fmt: skip
     assert headers == {
         "x-retry-count": 1,
         "x-origin-queue": "q",
         "x-parked-reason": "no such\\nimage",
-        "x-parked-at": "2026-01-02T03:04:05.678+00:00",
+        "x-parked-at": "2026-01-02T04:04:05.678+00:00",
     }
 
 
