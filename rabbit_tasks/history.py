@@ -279,7 +279,7 @@ def reason(properties: Properties) -> str:
     match death.get("reason"):
         case "delivery_limit":
             # How often is not to be had: x-delivery-count counts the parking queue's deliveries.
-            return "delivered too often and never settled: its worker died with it (delivery limit)"
+            return "its worker died with it, or lost its connection, too often (delivery limit)"
         case "rejected":
             return "rejected by its consumer"
         case "expired":

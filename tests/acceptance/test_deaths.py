@@ -94,7 +94,7 @@ async def test_handlers_that_always_kill_their_worker_end_in_the_parking_lot(
     assert set(found) == set(deadly)
     for one in found.values():
         assert one.reason == (  # (how often it has been looked at is none of it)
-            "delivered too often and never settled: its worker died with it (delivery limit)"
+            "its worker died with it, or lost its connection, too often (delivery limit)"
         )
         assert one.origin == "obey.async"
         assert runs.attempts(one.id) == [1] * 6  # a death is no attempt

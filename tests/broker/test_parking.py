@@ -503,8 +503,7 @@ async def test_what_the_broker_parked_says_why_in_words_and_goes_home(
     for _ in range(5):  # looking adds to x-delivery-count, which must not change the story
         found = [message async for message in parking.browse(connection, "lot")]
         assert {m.id: m.reason for m in found} == {
-            "limit": "delivered too often and never settled: its worker died with it "
-            "(delivery limit)",
+            "limit": "its worker died with it, or lost its connection, too often (delivery limit)",
             "rejected": "rejected by its consumer",
             "expired": "expired in its queue before a worker took it (its publisher's time limit)",
         }

@@ -441,7 +441,7 @@ def death(reason: Any, queue: Any = "q") -> dict[str, Any]:
 
 
 UNKNOWN = "unknown: put here by neither a worker nor the broker"
-DIED = "delivered too often and never settled: its worker died with it (delivery limit)"
+DIED = "its worker died with it, or lost its connection, too often (delivery limit)"
 EXPIRED = "expired in its queue before a worker took it (its publisher's time limit)"
 OURS = {names.PARKED_REASON: "failed 3 attempts of 3", names.ORIGIN_QUEUE: "q"}
 
