@@ -176,20 +176,32 @@ async def test_a_message_that_is_held_because_its_retry_queue_is_missing_is_put_
     assert "x-error-type" not in back.properties.headers
 
 
-async def test_signals_during_the_start_end_it(declared: Declared, start_worker: Start) -> None:
-    """Whenever it comes: while Python loads, while the children start, while it connects."""
+async def test_signals_during_the_start_end_it(
+    declared: Declared, start_worker: Start, tmp_path: Path
+) -> None:
+    """Whenever they come: while Python loads, while the children start, while it connects."""
     await declared(patient.app)
-    workers = []
-    for tenths in range(1, 13, 2):
-        worker = start_worker(app=PATIENT)
-        workers.append(worker)
+    early = []
+    for tenths in (1, 4, 7):
+        early.append(start_worker(app=PATIENT))
         await asyncio.to_thread(time.sleep, tenths / 10)  # the moments are the point
-        worker.signal(signal.SIGTERM)
-    for worker in workers:
+        early[-1].signal(signal.SIGTERM)
+    for worker in early:
         # Before our own first line Python has its way with a signal, which does no harm.
         assert await stopped(worker, 8) in (0, -signal.SIGTERM)
-        assert "Traceback" not in worker.log, worker.log
-        assert "error" not in worker.log
+    gate = tmp_path / "gate"
+    late = [start_worker("patient.async", app=PATIENT, PATIENT_GATE=str(gate)) for _ in range(6)]
+    for worker in late:
+        await eventually(lambda worker=worker: "at the gate" in worker.log, within=20)  # type: ignore[misc]
+    gate.touch()
+    for worker in late:  # some in the handshake, some before, some behind
+        await asyncio.to_thread(time.sleep, 0.007)
+        worker.signal(signal.SIGTERM)
+    for worker in late:
+        assert await stopped(worker, 8) == 0
+    for worker in (*early, *late):
+        for word in ("traceback", "error", "never", "destroyed"):
+            assert word not in worker.log.lower(), worker.log
 
 
 async def test_a_signal_ends_a_start_that_hangs(start_worker: Start, declared: Declared) -> None:

@@ -63,6 +63,8 @@ class PatientInProcess(Consumer[Order]):
 async def _gate() -> AsyncIterator[None]:
     """All loaded, children too; connects when the file is there that PATIENT_GATE names."""
     gate = os.environ.get("PATIENT_GATE")
+    if gate:
+        print("at the gate", flush=True)  # noqa: T201 (the tests wait for it)
     while gate and not Path(gate).exists():  # noqa: ASYNC240 (a test's own file)
         await asyncio.sleep(0.01)
     yield
