@@ -25,14 +25,13 @@ HISTORY: Final = 20
 TYPE_BYTES: Final = 512
 MESSAGE_BYTES: Final = 2_048
 STACK_BYTES: Final = 16_384
-FRAME_MAX: Final = 131_072
-"""Bytes of the longest frame, as brokers are installed."""
 ROOM: Final = 8_192
 """Bytes of a frame left free: the broker adds its own headers when it dead-letters."""
 
 # A publisher's time limit has had its chance, and would make a parked copy vanish; another user's
 # name makes the broker refuse the copy (406).
 _SPENT: Final = ("expiration", "user_id")
+_RENEWED: Final = names.OURS - {names.REPLAYED}
 _ENDED: Final = names.OURS - {names.ATTEMPTS, names.REPLAYED}
 _ENTRY: Final = {"attempt": int, "when": str, "seconds": float, "error": str, "worker": str}
 
@@ -214,23 +213,17 @@ def copy(
     left = dict(headers)
     for name, room in cuts:
         left.pop(name, None)
-        made = before.replace(
-            left,
-            without=lambda header: (
-                header in names.OURS - {names.REPLAYED} or names.is_brokers(header)
-            ),
-            drop=_SPENT,
-            delivery_mode=2,
-            message_id=message_id if before.text("message_id") is None else None,
+        made = _replaced(
+            before, left, lambda name: name in _RENEWED or names.is_brokers(name), message_id
         )
         if made.frame_size() <= frame_max - room:
             return made
     return None
 
 
-def returned(before: Properties, *, message_id: str, frame_max: int = FRAME_MAX) -> Properties:
+def returned(before: Properties, *, message_id: str, frame_max: int) -> Properties:
     """The properties of a copy that goes back to its main queue with its attempts as they are."""
-    return _as_fits(before, {}, names.is_brokers, message_id=message_id, frame_max=frame_max)
+    return _as_fits(before, {}, names.is_brokers, message_id, frame_max)
 
 
 def replayed(before: Properties, *, when: datetime, message_id: str, frame_max: int) -> Properties:
@@ -241,9 +234,9 @@ def replayed(before: Properties, *, when: datetime, message_id: str, frame_max: 
     return _as_fits(
         before,
         {names.REPLAYED: {"count": count + 1, "when": when.isoformat(timespec="milliseconds")}},
-        lambda header: header in _ENDED or names.is_brokers(header),
-        message_id=message_id,
-        frame_max=frame_max,
+        lambda name: name in _ENDED or names.is_brokers(name),
+        message_id,
+        frame_max,
     )
 
 
@@ -251,7 +244,6 @@ def _as_fits(
     before: Properties,
     headers: Mapping[str, Any],
     without: Callable[[str], bool],
-    *,
     message_id: str,
     frame_max: int,
 ) -> Properties:
@@ -259,11 +251,26 @@ def _as_fits(
 
     (A queue of ours is a quorum queue, which keeps a message on disk whatever its delivery mode.)
     """
-    new_id = message_id if before.text("message_id") is None else None
-    made = before.replace(headers, without=without, drop=_SPENT, delivery_mode=2, message_id=new_id)
+    made = _replaced(before, headers, without, message_id)
     if made.frame_size() > frame_max:
         made = before.replace({}, without=without, drop=_SPENT)
     return made
+
+
+def _replaced(
+    before: Properties,
+    headers: Mapping[str, Any],
+    without: Callable[[str], bool],
+    message_id: str,
+) -> Properties:
+    """These headers in place of those; and an id, where there was none."""
+    return before.replace(
+        headers,
+        without=without,
+        drop=_SPENT,
+        delivery_mode=2,
+        message_id=message_id if before.text("message_id") is None else None,
+    )
 
 
 def reason(properties: Properties) -> str:

@@ -165,7 +165,7 @@ class RetryPolicy:
         """
         if park := _find(error, (Park,)):
             return Parked(_reason(park), error)
-        if _find(error, (MalformedBody,)) is error:
+        if issubclass(type(error), MalformedBody):
             return Parked("malformed body", error)
         if hopeless := _find(error, self.park_on):
             return Parked(f"{type(hopeless).__name__} is never retried (park_on)", error)

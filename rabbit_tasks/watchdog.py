@@ -34,23 +34,21 @@ class Watchdog:
         self._patience = patience
         self._over = threading.Event()
         self._beaten = 0.0
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._thread_id = 0
 
     def start(self) -> None:
         """Watch the running loop, from its own thread."""
-        self._loop = asyncio.get_running_loop()
         self._thread_id = threading.get_ident()
-        self._beat()
+        self._beat(asyncio.get_running_loop())
         threading.Thread(target=self._watch, name="rabbit-tasks-watchdog", daemon=True).start()
 
     def stop(self) -> None:
         self._over.set()
 
-    def _beat(self) -> None:
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         self._beaten = time.monotonic()
-        if self._loop is not None and not self._over.is_set():
-            self._loop.call_later(BEAT, self._beat)
+        if not self._over.is_set():
+            loop.call_later(BEAT, self._beat, loop)
 
     def _watch(self) -> None:
         told = 0.0
@@ -64,8 +62,6 @@ class Watchdog:
                     'isolation = "process"',
                     stood, self._where(),
                 )  # fmt: skip
-            elif told and told != self._beaten:
-                told = 0.0
 
     def _where(self) -> str:
         """The handler on the loop's stack, else the innermost function."""

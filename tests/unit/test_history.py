@@ -294,7 +294,7 @@ def test_the_brokers_records_and_spent_properties_are_left_out_of_a_copy() -> No
     )  # fmt: skip
     retried = copy_of(before, {names.RETRY_COUNT: 1})
     assert retried is not None
-    returned = history.returned(before, message_id="new")
+    returned = history.returned(before, message_id="new", frame_max=FRAME)
     replayed = history.replayed(before, when=NOW, message_id="new", frame_max=FRAME)
     for copy in (retried, returned, replayed):
         ours = {names.RETRY_COUNT, names.REPLAYED}
