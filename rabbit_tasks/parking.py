@@ -48,7 +48,8 @@ from rabbit_tasks.topology import parked_queue
 QUIET: Final = 1.0
 """Seconds without a delivery after which we ask how many are left: somebody else may hold some."""
 PATIENCE: Final = 10.0
-"""Seconds to wait for somebody else who looks at the same parking queue."""
+"""Seconds to wait for somebody else who looks at the same parking queue, and for a delivery of what
+is there."""
 _WINDOW: Final = 65_535
 """The most that one consumer can hold: a prefetch count has 16 bits."""
 
@@ -177,7 +178,7 @@ async def replay(
     moved = Moved()
     async with _taking(connection, queue) as taken:
         moved.there = taken.count
-        async for tag, message in taken:
+        async for delivery, message in taken:
             if (limit is not None and moved.chosen >= limit) or not choose(message):
                 continue
             target = message.origin or _main(queue)
@@ -204,7 +205,7 @@ async def replay(
                 # And only then the next one: acks that are still on their way when we are killed
                 # would leave several messages twice.
                 try:
-                    await taken.ack(tag)
+                    await taken.ack(delivery)
                     await taken.arrived()
                 except ParkingError as error:
                     raise ParkingError(
@@ -226,12 +227,12 @@ async def discard(
     moved = Moved()
     async with _taking(connection, queue) as taken:
         moved.there = taken.count
-        async for tag, message in taken:
+        async for delivery, message in taken:
             if (limit is not None and moved.chosen >= limit) or not choose(message):
                 continue
             moved.chosen += 1
             if not dry_run:
-                await taken.ack(tag)
+                await taken.ack(delivery)
                 moved.discarded += 1
             told(message)
         await taken.arrived()
@@ -268,6 +269,7 @@ class _Taken:
 
     async def _next(self) -> DeliveredMessage | None:
         """The next one, or None when we have all that were there at the start."""
+        deadline = asyncio.get_running_loop().time() + PATIENCE
         with _explained(self._connection, self._queue):
             while self._read < self.count:
                 if self._read % _WINDOW == 0 and len(self._channels) <= self._read // _WINDOW:
@@ -278,8 +280,15 @@ class _Taken:
                 except TimeoutError:
                     if any(channel.is_closed for channel in self._channels):
                         raise amqp.ChannelInvalidStateError("the channel was closed") from None
-                    if (await _state(self._connection, self._queue))[0] == 0:
+                    ready, _ = await _state(self._connection, self._queue)
+                    if ready == 0:
                         return None  # somebody else took the others
+                    if asyncio.get_running_loop().time() > deadline:
+                        raise ParkingError(
+                            f"{self._queue}: {ready} messages are there, and the broker has delivered "
+                            f"none for {PATIENCE:g} s; who else consumes: rabbitmqctl list_consumers "
+                            f"-p {shlex.quote(self._connection.vhost)}"
+                        ) from None
                     continue
                 self._read += 1
                 return delivery

@@ -321,6 +321,23 @@ async def test_limit_takes_the_oldest_and_a_dry_run_moves_nothing(
     assert await ids(connection) == NAMES[10:]
 
 
+async def test_a_broker_that_has_messages_and_delivers_none_is_not_waited_for_for_ever(
+    lot: str, connection: Connection, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def deliver_nothing(taken: object, window: int) -> None: ...
+
+    await park(publisher, NAMES[:2])
+    await eventually(holds(connection, "lot.parked", 2))
+    with monkeypatch.context() as broken:
+        broken.setattr(parking, "QUIET", 0.05)
+        broken.setattr(parking, "PATIENCE", 0.3)
+        broken.setattr(parking._Taken, "_consume", deliver_nothing)  # noqa: SLF001
+        async with asyncio.timeout(10):
+            with pytest.raises(ParkingError, match=r"2 messages are there, .* none for 0\.3 s"):
+                await ids(connection)
+    assert await ids(connection) == NAMES[:2]
+
+
 async def test_a_message_without_an_id_has_one_that_lasts_and_can_be_replayed_by_it(
     lot: str, connection: Connection, publisher: Publisher
 ) -> None:
