@@ -131,7 +131,7 @@ class ParkedMessage:
         )  # fmt: skip
 
 
-Choice = Callable[[ParkedMessage], bool]
+Choose = Callable[[ParkedMessage], bool]
 
 
 @dataclass
@@ -143,7 +143,6 @@ class Moved:
     chosen: int = 0
     to: Counter[str] = field(default_factory=Counter)
     """How many went into which queue."""
-    discarded: int = 0
 
 
 async def browse(connection: Connection, queue: str) -> AsyncIterator[ParkedMessage]:
@@ -161,7 +160,7 @@ async def replay(
     connection: Connection,
     publisher: Publisher,
     queue: str,
-    choose: Choice,
+    choose: Choose,
     *,
     limit: int | None = None,
     dry_run: bool = False,
@@ -217,7 +216,7 @@ async def replay(
 async def discard(
     connection: Connection,
     queue: str,
-    choose: Choice,
+    choose: Choose,
     *,
     limit: int | None = None,
     dry_run: bool = False,
@@ -233,7 +232,6 @@ async def discard(
             moved.chosen += 1
             if not dry_run:
                 await taken.ack(delivery)
-                moved.discarded += 1
             told(message)
         await taken.arrived()
     return moved
