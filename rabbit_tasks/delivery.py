@@ -44,6 +44,7 @@ from rabbit_tasks.message import Message
 from rabbit_tasks.observer import Observer, Settled
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.retry import Done, Outcome, Parked, RetryAfter
+from rabbit_tasks.text import one_line
 from rabbit_tasks.topology import PARKING_LOT, retry_queue
 
 log = logging.getLogger("rabbit_tasks")
@@ -420,7 +421,7 @@ class Handling:
             text = f"{tries} failed: {error}; again in {delay}"
             self._log(logging.WARNING, delivery, text, error=error, delay=delay)
         else:
-            reason = history.one_line(run.outcome.reason)
+            reason = one_line(run.outcome.reason)
             text = f"{tries} parked: {reason}; {error}"
             self._log(logging.ERROR, delivery, text, error=error, reason=reason)
 

@@ -19,6 +19,7 @@ from rabbit_tasks.consumer import fault_codes
 from rabbit_tasks.errors import MalformedBody
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.retry import Parked, RetryAfter
+from rabbit_tasks.text import cut, one_line
 
 HISTORY: Final = 20
 """Attempts that the history keeps, the latest ones."""
@@ -112,34 +113,6 @@ def _careful(redact: Callable[[str], str]) -> Callable[[str], str]:
             return f"<redact raised {type(error).__name__}>"
 
     return clean
-
-
-def cut(text: str, limit: int) -> str:
-    """The text in at most `limit` bytes of UTF-8: its beginning and its end."""
-    raw = text.encode("utf-8", "backslashreplace")
-    if len(raw) <= limit:
-        return raw.decode()
-    half = max(0, limit - 40) // 2
-    head, tail = (
-        raw[:half].decode("utf-8", "ignore"),
-        raw[len(raw) - half :].decode("utf-8", "ignore"),
-    )
-    return f"{head}\n… {len(raw) - 2 * half} bytes left out …\n{tail}"
-
-
-def one_line(text: str, limit: int = 300) -> str:
-    """For logs and terminals: control characters escaped, at most `limit` characters."""
-    shown = escaped(text[: limit + 1])
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
-
-
-def escaped(text: str, keep: str = "") -> str:
-    """The text with control and formatting characters as escapes, but for those in `keep`."""
-    if text.isprintable():
-        return text
-    return "".join(
-        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
-    )
 
 
 def after(

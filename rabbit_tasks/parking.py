@@ -43,6 +43,7 @@ from rabbit_tasks.broker import (
 from rabbit_tasks.errors import ConnectError, ParkingError, PublishError
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.text import escaped
 from rabbit_tasks.topology import parked_queue
 
 QUIET: Final = 1.0
@@ -70,7 +71,7 @@ class ParkedMessage:
 
     def is_called(self, name: str) -> bool:
         """Whether this is its id, as it is or as a terminal shows it, control characters escaped."""
-        return name in (self.id, history.escaped(self.id))
+        return name in (self.id, escaped(self.id))
 
     @cached_property
     def _digest(self) -> str:

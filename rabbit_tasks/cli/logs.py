@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any, Literal
 
-from rabbit_tasks.history import escaped
+from rabbit_tasks.text import escaped
 
 Format = Literal["text", "json"]
 

@@ -22,9 +22,9 @@ from rabbit_tasks import parking
 from rabbit_tasks.broker import Publisher, connected
 from rabbit_tasks.cli import cli, run, tell
 from rabbit_tasks.cli.progress import counting
-from rabbit_tasks.history import escaped, one_line
 from rabbit_tasks.parking import Moved, ParkedMessage
 from rabbit_tasks.settings import Settings
+from rabbit_tasks.text import escaped, one_line
 
 parked = typer.Typer(help="The parking lot: what could not be done.", no_args_is_help=True)
 cli.add_typer(parked, name="parked")

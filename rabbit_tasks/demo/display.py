@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from rabbit_tasks.history import one_line
+from rabbit_tasks.text import one_line
 
 Place = Literal["main", "retry", "done", "parked"]
 STYLES: Final[dict[Place, str]] = {

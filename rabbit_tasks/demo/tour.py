@@ -22,9 +22,9 @@ from rabbit_tasks.demo import ImageUploaded, ResizeImage, app, need_pillow, samp
 from rabbit_tasks.demo.display import Display, Journey
 from rabbit_tasks.demo.worker import WorkerProcess
 from rabbit_tasks.errors import RabbitTasksError
-from rabbit_tasks.history import one_line
 from rabbit_tasks.parking import ParkedMessage
 from rabbit_tasks.settings import Settings
+from rabbit_tasks.text import one_line
 
 QUEUE: Final = ResizeImage.queue
 PATIENCE: Final = 30.0

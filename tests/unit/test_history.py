@@ -19,6 +19,7 @@ from rabbit_tasks import message as names
 from rabbit_tasks.errors import MalformedBody
 from rabbit_tasks.history import FailedElsewhere, Failure, failure_of
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.text import cut, one_line
 from tests.support.tables import VALUES, of_table
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678_000, tzinfo=UTC)
@@ -181,7 +182,7 @@ def test_a_message_of_a_megabyte_keeps_its_beginning_and_its_end() -> None:
 
 @given(st.text(), st.integers(0, 60))
 def test_a_text_that_is_cut_fits_and_is_utf8(text: str, limit: int) -> None:
-    shown = history.cut(text, 40 + limit)
+    shown = cut(text, 40 + limit)
     assert len(shown.encode()) <= 40 + limit
     exact = text.encode("utf-8", "backslashreplace")
     assert len(exact) > 40 + limit or shown.encode() == exact
@@ -241,8 +242,8 @@ def test_a_redact_that_fails_shows_nothing(fault: type[BaseException]) -> None:
     ],
 )
 def test_one_line_is_one_line(text: str, shown: str) -> None:
-    assert history.one_line(text) == shown
-    assert history.one_line(text).isprintable()
+    assert one_line(text) == shown
+    assert one_line(text).isprintable()
 
 
 # --- the copy -----------------------------------------------------------------------------------

@@ -26,10 +26,10 @@ FLOORS = [
     {"topology", "observer", "history"},
     {"consumer", "settings"},
     {"retry", "message"},
-    {"errors", "properties", "durations"},
+    {"errors", "properties", "durations", "text"},
 ]
 PURE = {"errors", "message", "properties", "durations", "retry", "consumer", "topology", "settings",
-        "observer", "app", "history"}  # fmt: skip
+        "observer", "app", "history", "text"}  # fmt: skip
 AMQP = {"aio_pika", "aiormq", "pamqp"}
 TYPER = {"typer", "rich", "click"}
 
