@@ -15,6 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from rabbit_tasks.errors import ConfigurationError, RabbitTasksError
+from rabbit_tasks.settings import Settings
 
 T = TypeVar("T")
 
@@ -69,6 +70,12 @@ def options(
     context.obj = Given(app, url)
 
 
+def settings_of(context: typer.Context, *, grace: str | None = None) -> Settings:
+    """The environment's settings, and what the command line says instead."""
+    given: Given = context.obj
+    return Settings().changed(url=given.url, grace=grace)
+
+
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine."""
     return asyncio.run(work)
@@ -77,6 +84,11 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 def tell(text: str) -> None:
     """Words for a person, on stderr."""
     typer.echo(text, err=True)
+
+
+def no_constant(name: str) -> None:
+    """For json.loads, which takes NaN and Infinity otherwise."""
+    raise ValueError(f"{name} is none of its values")
 
 
 def main() -> None:

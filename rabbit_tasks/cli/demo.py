@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rabbit_tasks.cli import cli, run, tell
+from rabbit_tasks.cli import cli, run, settings_of, tell
 from rabbit_tasks.settings import Settings
 
 
@@ -27,7 +27,7 @@ def demo(
     ] = None,
 ) -> None:  # fmt: skip
     """Make thumbnails of images: declare, publish, work, retry, park, repair, replay."""
-    settings = Settings().changed(url=context.obj.url)
+    settings = settings_of(context)
     try:
         run(_demo(settings, folder))
     except asyncio.CancelledError:

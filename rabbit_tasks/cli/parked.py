@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
 import shlex
 import sys
-from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rabbit_tasks import message as names
 from rabbit_tasks import parking
 from rabbit_tasks.broker import Publisher, connected
-from rabbit_tasks.cli import cli, run, tell
+from rabbit_tasks.cli import cli, run, settings_of, tell
+from rabbit_tasks.cli.page import as_line, full, summary, text_of
 from rabbit_tasks.cli.progress import counting
 from rabbit_tasks.parking import Moved, ParkedMessage
 from rabbit_tasks.settings import Settings
@@ -43,7 +39,7 @@ Json = Annotated[bool, typer.Option("--json", help="As JSON, one object per line
 @parked.command("list")
 def list_command(context: typer.Context, queue: Queue, as_json: Json = False) -> None:
     """List what is parked, oldest first; nothing is consumed or reordered."""
-    messages = run(_browse(_settings(context), queue, _summary))
+    messages = run(_browse(settings_of(context), queue, summary))
     if as_json:
         for one in messages:
             typer.echo(as_line(one))
@@ -71,14 +67,14 @@ def show(
 ) -> None:
     """Show one parked message: why, its error, its attempts, its headers, its body."""
     found = run(
-        _browse(_settings(context), queue, lambda m: m if m.is_called(message_id) else None)
+        _browse(settings_of(context), queue, lambda m: m if m.is_called(message_id) else None)
     )
     found = [one for one in found if one is not None]
     if not found:
         tell(f"error: no message {message_id} is parked for {queue}: {_list(queue)}")
         raise typer.Exit(1)
     for one in found:
-        typer.echo(as_line(_full(one)) if as_json else _page(one))
+        typer.echo(as_line(full(one)) if as_json else text_of(one))
 
 
 @parked.command("replay")
@@ -96,7 +92,7 @@ def replay(
     verb = "would be replayed" if dry_run else "replayed"
     went: Counter[str] = Counter()
     try:
-        moved = run(_replay(_settings(context), queue, choice, went, dry_run=dry_run))
+        moved = run(_replay(settings_of(context), queue, choice, went, dry_run=dry_run))
     finally:  # also after a fault: what was done is done
         for target, count in sorted(went.items()):
             typer.echo(f"{count} {verb} to {target}")
@@ -116,7 +112,7 @@ def discard(
 ) -> None:
     """Remove parked messages for good; asks first."""
     choice = Choice(ids, error, limit, everything)
-    settings = _settings(context)
+    settings = settings_of(context)
     verb = "would be discarded" if dry_run else "discarded"
     if yes or dry_run:
         moved = run(_discard(settings, queue, choice, dry_run=dry_run))
@@ -174,10 +170,6 @@ class Choice:
         if self.limit is not None and moved.chosen >= self.limit:
             return []
         return [name for name in self.ids if name not in self._met]
-
-
-def _settings(context: typer.Context) -> Settings:
-    return Settings().changed(url=context.obj.url)
 
 
 def _console() -> Console:
@@ -245,159 +237,3 @@ async def _discard(
             return await parking.discard(
                 connection, queue, choice, limit=limit or choice.limit, dry_run=dry_run, told=each
             )
-
-
-# --- how a message is shown ---------------------------------------------------------------------
-
-
-def _summary(message: ParkedMessage) -> dict[str, Any]:
-    return {
-        "id": message.id,
-        "parked_at": message.parked_at,
-        "attempts": len(message.attempts),
-        "error": message.error_type,
-        "reason": message.reason,
-        "origin": message.origin,
-        "replays": message.replays,
-        "bytes": len(message.body),
-    }
-
-
-def _full(message: ParkedMessage) -> dict[str, Any]:
-    return {
-        **_summary(message),
-        "error_message": message.error_message,
-        "stack": message.stack,
-        "attempts": message.attempts,
-        "headers": message.properties.headers,
-        "body": _body(message.body),
-    }
-
-
-def _body(body: bytes) -> dict[str, Any]:
-    """For machines: the value where it is JSON and comes out the same, else all of its text or bytes."""
-    try:
-        text = body.decode()
-    except UnicodeDecodeError:
-        return {"base64": b64encode(body).decode()}
-    try:
-        value = json.loads(text, parse_constant=_no_constant, object_pairs_hook=_no_duplicates)
-        as_line([[[[value]]]])  # it will stand some levels deep
-    except (ValueError, RecursionError):
-        return {"text": text}
-    return {"json": value}
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a key stands there twice")
-    return found
-
-
-def as_line(value: object) -> str:
-    """One line of JSON, in ASCII: nothing in it can drive a terminal or break a line."""
-    return json.dumps(_plain(value), allow_nan=False)
-
-
-def _plain(value: object) -> Any:
-    match value:
-        case dict():
-            return {str(name): _plain(one) for name, one in value.items()}
-        case list():
-            return [_plain(one) for one in value]
-        case float() if not math.isfinite(value):
-            return str(value)
-        case bytes():
-            return value.hex()
-        case str() | int() | float() | None:
-            return value
-    return str(value)  # a time, a Decimal
-
-
-def body_text(body: bytes) -> tuple[str, str]:
-    """How a body is shown, and as what: json, text or hex. Nothing in it can drive a terminal."""
-    try:
-        text = body.decode()
-    except UnicodeDecodeError:
-        return "hex", _hex(body)
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return "text", escaped(text, "\n\t")
-    return "json", escaped(text if len(text) > _LONG else _indented(text), "\n\t")
-
-
-_LONG: Final = 1_000_000
-"""Characters over which JSON is shown as it was sent: nobody reads it, and lines cost memory."""
-_TOKEN: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[\[{]\s*[\]}]|[\[{\]},:]|[^\s\[{\]},:"]+')
-
-
-def _indented(text: str) -> str:
-    """JSON on lines of its own, every token as it was sent: keys twice, 1.10, 1e999."""
-    parts: list[str] = []
-    depth = 0
-    for token in _TOKEN.findall(text):
-        match token[0]:
-            case "[" | "{" if len(token) > 1:  # empty
-                parts.append(token[0] + token[-1])
-            case "[" | "{":
-                depth += 1
-                parts.append(f"{token}\n{'  ' * depth}")
-            case "]" | "}":
-                depth -= 1
-                parts.append(f"\n{'  ' * depth}{token}")
-            case ",":
-                parts.append(f",\n{'  ' * depth}")
-            case ":":
-                parts.append(": ")
-            case _:
-                parts.append(token)
-    return "".join(parts)
-
-
-def _hex(body: bytes, shown: int = 1024) -> str:
-    rows = [
-        f"{at:06x}  {body[at : at + 16].hex(' ')}" for at in range(0, min(len(body), shown), 16)
-    ]
-    more = [f"… {len(body) - shown} bytes more"] if len(body) > shown else []
-    return "\n".join([f"{len(body)} bytes", *rows, *more])
-
-
-def _page(message: ParkedMessage) -> str:
-    form, body = body_text(message.body)
-    lines = [
-        f"message   {escaped(message.id)}",
-        f"reason    {escaped(message.reason)}",
-        f"error     {escaped(message.error_type or '-')}",
-        *_block(message.error_message or ""),
-        f"parked    {escaped(message.parked_at or '-')}",
-        f"origin    {escaped(message.origin or '-')}",
-        f"replayed  {message.replays} times",
-        "",
-        "attempts",
-    ]
-    lines += [
-        f"  {one.get('attempt', '-')}  {escaped(one.get('when', '-'))}  "
-        f"{one.get('seconds', 0.0):.3f} s  {escaped(one.get('error', '-'))}  "
-        f"({escaped(one.get('worker', '-'))})"
-        for one in message.attempts
-    ] or ["  none recorded"]
-    if message.stack:
-        lines += ["", "stack", *_block(message.stack)]
-    lines += ["", "headers"]
-    lines += [
-        f"  {escaped(name)}: {escaped(repr(value))}"
-        for name, value in message.properties.headers.items()
-        if name not in names.OURS
-    ]
-    lines += ["", f"body ({form}, {len(message.body)} bytes)", *_block(body)]
-    return "\n".join(lines)
-
-
-def _block(text: str) -> list[str]:
-    """Indented, so that no line of it can be taken for one of ours."""
-    return [f"  {line}" for line in escaped(text, "\n\t").rstrip("\n").split("\n") if text]

@@ -14,7 +14,7 @@ import typer
 from rabbit_tasks import consumer as consumers
 from rabbit_tasks.app import find_app, is_given
 from rabbit_tasks.broker import Publisher
-from rabbit_tasks.cli import Given, cli, run, tell
+from rabbit_tasks.cli import Given, cli, no_constant, run, settings_of, tell
 from rabbit_tasks.cli.progress import counting
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.errors import ConfigurationError, MalformedBody, RabbitTasksError
@@ -52,7 +52,7 @@ def publish(
     for a consumer of text or bytes taken literally. Else they must be JSON. They are sent as given.
     """
     given: Given = context.obj
-    settings = Settings().changed(url=given.url)
+    settings = settings_of(context)
     consumer = find_app(given.app).queues.get(queue) if given.app or is_given() else None
     if message_id is not None and len(bodies or ()) != 1:
         raise typer.BadParameter("--id goes with exactly one body")
@@ -95,16 +95,12 @@ def _check(consumer: Consumer[object] | None, where: str, body: bytes) -> None:
         if consumer is not None:
             consumers.decode(type(consumer), body)
         else:
-            json.loads(body.decode(), parse_constant=_no_constant)
+            json.loads(body.decode(), parse_constant=no_constant)
     except MalformedBody as error:
         kind = type(consumer).__name__
         raise _BadLine(f"{where} is not what {kind} takes: {error}") from None
     except (ValueError, RecursionError) as error:
         raise _BadLine(f"{where} is not JSON: {error}; quote it as the shell wants") from None
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is none of its values")
 
 
 def _content_type(consumer: Consumer[object] | None) -> str:

@@ -14,7 +14,7 @@ import typer
 from rabbit_tasks import declare
 from rabbit_tasks.app import App, find_app
 from rabbit_tasks.broker import connected
-from rabbit_tasks.cli import Given, cli, run, tell
+from rabbit_tasks.cli import cli, run, settings_of, tell
 from rabbit_tasks.settings import Settings
 from rabbit_tasks.topology import tree
 
@@ -73,7 +73,7 @@ def export(
 def declare_command(context: typer.Context) -> None:
     """Create what is missing on the broker; change nothing that is there."""
     app = find_app(context.obj.app)
-    created = run(_declare(app, _settings(context)))
+    created = run(_declare(app, settings_of(context)))
     for name in created:
         typer.echo(f"created {name}")
     tell(_summary(app) + (f": {len(created)} created" if created else ": all there already"))
@@ -83,7 +83,7 @@ def declare_command(context: typer.Context) -> None:
 def check_command(context: typer.Context, as_json: Json = False) -> None:
     """Compare the broker with the app: exit 1 where something is missing or different."""
     app = find_app(context.obj.app)
-    differences = run(_check(app, _settings(context)))
+    differences = run(_check(app, settings_of(context)))
     for difference in differences:
         typer.echo(json.dumps(asdict(difference)) if as_json else str(difference))
     if differences:
@@ -91,11 +91,6 @@ def check_command(context: typer.Context, as_json: Json = False) -> None:
     tell(
         f"{_summary(app)}: as they should be (bindings cannot be read over AMQP; declare sets them)"
     )
-
-
-def _settings(context: typer.Context) -> Settings:
-    given: Given = context.obj
-    return Settings().changed(url=given.url)
 
 
 def _summary(app: App) -> str:

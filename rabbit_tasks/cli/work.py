@@ -14,9 +14,8 @@ from typing import Annotated
 import typer
 
 from rabbit_tasks.app import find_app
-from rabbit_tasks.cli import cli, run, tell
+from rabbit_tasks.cli import cli, run, settings_of, tell
 from rabbit_tasks.cli.logs import Format, configure
-from rabbit_tasks.settings import Settings
 from rabbit_tasks.worker import Worker
 
 
@@ -46,7 +45,7 @@ def work(
         raise typer.BadParameter(f"{log_level!r} is not debug, info, warning or error")
     log_setup = partial(configure, log_format, log_level)
     log_setup()
-    settings = Settings().changed(url=context.obj.url, grace=grace)
+    settings = settings_of(context, grace=grace)
     app = find_app(context.obj.app)
     worker = Worker(app, settings, queues=queues or (), declare=declare, log_setup=log_setup)
     try:
