@@ -1,21 +1,25 @@
 """The command line: each command is a few lines over one function of the package.
 
 Data goes to stdout, words to stderr. Exit 0: fine; 1: failed, or a difference found; 2: wrong usage.
+
+Commands import what they work with inside their functions: every command is registered before any of
+them runs, and `--help` must not wait for the client library.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from rabbit_tasks.errors import ConfigurationError, RabbitTasksError
-from rabbit_tasks.settings import Settings
+
+if TYPE_CHECKING:
+    from rabbit_tasks.settings import Settings
 
 T = TypeVar("T")
 
@@ -72,12 +76,16 @@ def options(
 
 def settings_of(context: typer.Context, *, grace: str | None = None) -> Settings:
     """The environment's settings, and what the command line says instead."""
+    from rabbit_tasks.settings import Settings
+
     given: Given = context.obj
     return Settings().changed(url=given.url, grace=grace)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a command's coroutine."""
+    import asyncio
+
     return asyncio.run(work)
 
 

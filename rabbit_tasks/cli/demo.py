@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 
 from rabbit_tasks.cli import cli, run, settings_of, tell
-from rabbit_tasks.settings import Settings
+
+if TYPE_CHECKING:
+    from rabbit_tasks.settings import Settings
 
 
 @cli.command("demo")
@@ -27,6 +27,8 @@ def demo(
     ] = None,
 ) -> None:  # fmt: skip
     """Make thumbnails of images: declare, publish, work, retry, park, repair, replay."""
+    import asyncio
+
     settings = settings_of(context)
     try:
         run(_demo(settings, folder))
@@ -36,6 +38,10 @@ def demo(
 
 
 async def _demo(settings: Settings, folder: Path | None) -> None:
+    import asyncio
+
+    from rich.console import Console
+
     from rabbit_tasks.demo.tour import tour
 
     task = asyncio.current_task()

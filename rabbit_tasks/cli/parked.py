@@ -6,21 +6,16 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
-from rabbit_tasks import parking
-from rabbit_tasks.broker import Publisher, connected
 from rabbit_tasks.cli import cli, run, settings_of, tell
-from rabbit_tasks.cli.page import as_line, full, summary, text_of
-from rabbit_tasks.cli.progress import counting
-from rabbit_tasks.parking import Moved, ParkedMessage
-from rabbit_tasks.settings import Settings
 from rabbit_tasks.text import escaped, one_line
+
+if TYPE_CHECKING:
+    from rabbit_tasks.parking import Moved, ParkedMessage
+    from rabbit_tasks.settings import Settings
 
 parked = typer.Typer(help="The parking lot: what could not be done.", no_args_is_help=True)
 cli.add_typer(parked, name="parked")
@@ -39,6 +34,12 @@ Json = Annotated[bool, typer.Option("--json", help="As JSON, one object per line
 @parked.command("list")
 def list_command(context: typer.Context, queue: Queue, as_json: Json = False) -> None:
     """List what is parked, oldest first; nothing is consumed or reordered."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from rabbit_tasks.cli.page import as_line, summary
+
     messages = run(_browse(settings_of(context), queue, summary))
     if as_json:
         for one in messages:
@@ -54,7 +55,8 @@ def list_command(context: typer.Context, queue: Queue, as_json: Json = False) ->
         row = (one["parked_at"], one["attempts"], one["error"], one["reason"], one["bytes"])
         cells = [escaped(one["id"]), *(one_line(str("-" if v is None else v)) for v in row)]
         table.add_row(*(Text(cell) for cell in cells))
-    _console().print(table)
+    # Into a pipe, lines must not be broken to a terminal's width.
+    Console(width=None if sys.stdout.isatty() else 1000).print(table)
     tell(f"{len(messages)} parked; one in full: rabbit-tasks parked show {shlex.quote(queue)} ID")
 
 
@@ -66,6 +68,8 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one parked message: why, its error, its attempts, its headers, its body."""
+    from rabbit_tasks.cli.page import as_line, full, text_of
+
     found = run(
         _browse(settings_of(context), queue, lambda m: m if m.is_called(message_id) else None)
     )
@@ -172,11 +176,6 @@ class Choice:
         return [name for name in self.ids if name not in self._met]
 
 
-def _console() -> Console:
-    # Into a pipe, lines must not be broken to a terminal's width.
-    return Console(width=None if sys.stdout.isatty() else 1000)
-
-
 def _list(queue: str) -> str:
     return f"rabbit-tasks parked list {shlex.quote(queue)}"
 
@@ -191,6 +190,10 @@ def _end(moved: Moved, verb: str, choice: Choice, queue: str) -> None:
 async def _browse(
     settings: Settings, queue: str, keep: Callable[[ParkedMessage], Any]
 ) -> list[Any]:
+    from rabbit_tasks import parking
+    from rabbit_tasks.broker import connected
+    from rabbit_tasks.cli.progress import counting
+
     kept = []
     with counting("reading") as step:
         async with connected(settings, "parked") as connection:
@@ -203,6 +206,10 @@ async def _browse(
 async def _replay(
     settings: Settings, queue: str, choice: Choice, went: Counter[str], *, dry_run: bool
 ) -> Moved:
+    from rabbit_tasks import parking
+    from rabbit_tasks.broker import Publisher, connected
+    from rabbit_tasks.cli.progress import counting
+
     with counting("replaying") as step:
 
         def told(_: ParkedMessage, target: str) -> None:
@@ -227,6 +234,10 @@ async def _discard(
     limit: int | None = None,
     told: Callable[[ParkedMessage], None] = lambda _: None,
 ) -> Moved:
+    from rabbit_tasks import parking
+    from rabbit_tasks.broker import connected
+    from rabbit_tasks.cli.progress import counting
+
     with counting("looking" if dry_run else "discarding") as step:
 
         def each(message: ParkedMessage) -> None:

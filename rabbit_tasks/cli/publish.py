@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
 from rabbit_tasks import consumer as consumers
 from rabbit_tasks.app import find_app, is_given
-from rabbit_tasks.broker import Publisher
 from rabbit_tasks.cli import Given, cli, no_constant, run, settings_of, tell
-from rabbit_tasks.cli.progress import counting
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.errors import ConfigurationError, MalformedBody, RabbitTasksError
-from rabbit_tasks.settings import Settings
+
+if TYPE_CHECKING:
+    from rabbit_tasks.broker import Publisher
+    from rabbit_tasks.settings import Settings
 
 _CHUNK: Final = 200
 """Bodies that are on their way at once."""
@@ -118,6 +118,9 @@ async def _publish(
     headers: dict[str, str],
     message_id: str | None,
 ) -> None:
+    from rabbit_tasks.broker import Publisher
+    from rabbit_tasks.cli.progress import counting
+
     count = 0
     common: dict[str, Any] = {
         "headers": headers, "content_type": _content_type(consumer), "message_id": message_id,
@@ -142,6 +145,8 @@ async def _send(
     step: Callable[[], None],
 ) -> int:
     """Publish some at once; how many. A failure says which went and which did not."""
+    import asyncio
+
     results = await asyncio.gather(
         *(publisher.publish(queue, body, **common) for _, body in chunk), return_exceptions=True
     )

@@ -7,16 +7,17 @@ import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rabbit_tasks import declare
 from rabbit_tasks.app import App, find_app
-from rabbit_tasks.broker import connected
 from rabbit_tasks.cli import cli, run, settings_of, tell
-from rabbit_tasks.settings import Settings
 from rabbit_tasks.topology import tree
+
+if TYPE_CHECKING:
+    from rabbit_tasks.declare import Difference
+    from rabbit_tasks.settings import Settings
 
 topology = typer.Typer(help="The queues and exchanges of the app.", no_args_is_help=True)
 cli.add_typer(topology, name="topology")
@@ -99,10 +100,16 @@ def _summary(app: App) -> str:
 
 
 async def _declare(app: App, settings: Settings) -> list[str]:
+    from rabbit_tasks.broker import connected
+    from rabbit_tasks.declare import declare
+
     async with connected(settings, "topology declare") as connection:
-        return await declare.declare(connection, app.topology)
+        return await declare(connection, app.topology)
 
 
-async def _check(app: App, settings: Settings) -> list[declare.Difference]:
+async def _check(app: App, settings: Settings) -> list[Difference]:
+    from rabbit_tasks.broker import connected
+    from rabbit_tasks.declare import check
+
     async with connected(settings, "topology check") as connection:
-        return await declare.check(connection, app.topology)
+        return await check(connection, app.topology)

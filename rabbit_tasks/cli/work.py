@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
 import sys
 import threading
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rabbit_tasks.app import find_app
 from rabbit_tasks.cli import cli, run, settings_of, tell
 from rabbit_tasks.cli.logs import Format, configure
-from rabbit_tasks.worker import Worker
+
+if TYPE_CHECKING:
+    from rabbit_tasks.worker import Worker
 
 
 @cli.command("work")
@@ -41,6 +42,8 @@ def work(
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run the app's consumers until SIGTERM or SIGINT."""
+    from rabbit_tasks.worker import Worker
+
     if log_level.lower() not in ("debug", "info", "warning", "error"):
         raise typer.BadParameter(f"{log_level!r} is not debug, info, warning or error")
     log_setup = partial(configure, log_format, log_level)
@@ -70,6 +73,8 @@ def work(
 
 
 async def _work(worker: Worker) -> None:
+    import asyncio
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, worker.stop)

@@ -36,6 +36,7 @@ TYPER = {"typer", "rich", "click"}
 NAMES = [
     "App",
     "ConfigurationError",
+    "ConnectError",
     "Consumer",
     "Done",
     "Message",
@@ -44,10 +45,13 @@ NAMES = [
     "PublishError",
     "Publisher",
     "RabbitTasksError",
+    "Refused",
     "RetryAfter",
     "RetryPolicy",
     "Settings",
     "TopologyError",
+    "Unconfirmed",
+    "Unroutable",
 ]
 
 
@@ -115,6 +119,48 @@ def test_only_the_command_line_knows_of_a_terminal() -> None:
 def test_the_public_names_are_these() -> None:
     assert rabbit_tasks.__all__ == NAMES
     assert all(hasattr(rabbit_tasks, name) for name in NAMES)
+    assert set(NAMES) <= set(dir(rabbit_tasks))
+    assert not hasattr(rabbit_tasks, "Nothing")
+
+
+LOADED = "import sys, {0}; print([m for m in {1} if m in sys.modules])"
+HEAVY = ["aio_pika", "aiormq", "pydantic_settings", "rich"]
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_client_library_is_loaded_when_somebody_asks_for_a_publisher() -> None:
+    code = LOADED.format("rabbit_tasks", HEAVY)
+    assert run("-c", code) == "[]\n"
+    assert run("-c", f"from rabbit_tasks import Publisher\n{code}") != "[]\n"
+    assert run("-c", "from rabbit_tasks import *\nprint(Publisher.__name__)") == "Publisher\n"
+
+
+APP = ["--app", "rabbit_tasks.demo:app"]
+
+
+@pytest.mark.parametrize(
+    ("command", "unused"),
+    [
+        (["--version"], ["aio_pika", "aiormq", "pydantic_settings", "rich.table", "tenacity"]),
+        (["--help"], ["aio_pika", "aiormq", "pydantic_settings", "tenacity"]),
+        (["parked", "list", "--help"], ["aio_pika", "aiormq", "pydantic_settings", "tenacity"]),
+        ([*APP, "topology", "show"], ["aio_pika", "aiormq", "rabbit_tasks.worker", "tenacity"]),
+    ],
+)
+def test_a_command_loads_only_what_it_needs(command: list[str], unused: list[str]) -> None:
+    code = (
+        "import atexit, sys\nfrom rabbit_tasks.cli import main\n"
+        f"atexit.register(lambda: print([m for m in {unused} if m in sys.modules]))\n"
+        f"sys.argv = ['rabbit-tasks', *{command}]\nmain()"
+    )
+    assert run("-c", code).splitlines()[-1] == "[]"
 
 
 IMPORT = """

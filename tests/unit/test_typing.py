@@ -154,6 +154,7 @@ REFUSED = {
         ),
         "assignment",
     ),
+    "a name that there is not": ("from rabbit_tasks import Nothing\n", "Nothing"),
     "a setting that there is not": ("Settings(urll='amqp://h')\n", "urll"),
     "a setting of another type": ("Settings(grace=[])\n", "grace"),
     "a change of a setting that there is not": ("Settings().changed(urll='amqp://h')\n", "urll"),
