@@ -55,5 +55,7 @@ def configure(form: Format, level: str) -> None:
     if level.upper() != "DEBUG":
         for name in ("aiormq", "aio_pika"):
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-    # asyncio's own reports of futures that the client libraries drop.
+    # Logger `asyncio` stays as loud as ours: "Task exception was never retrieved" is how one hears of
+    # a task that a handler started and forgot. (The client libraries' own we retrieve ourselves.)
+    # And a warning, such as of a coroutine that was never awaited, is a log line like any other.
     logging.captureWarnings(True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,3 +112,18 @@ def test_log_lines_go_to_stderr_and_the_client_libraries_are_silent(
     logging.getLogger("rabbit_tasks").debug("not now")
     (line,) = capsys.readouterr().err.splitlines()
     assert json.loads(line)["message"] == "connected"
+
+
+@pytest.mark.usefixtures("_logging_as_it_was")
+def test_what_handlers_forgot_and_python_warns_of_is_a_line_like_any_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure("json", "info")
+    logging.getLogger("asyncio").error("Task exception was never retrieved\nfuture: x")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("coroutine 'x' was never awaited", RuntimeWarning, stacklevel=1)
+    asyncios, pythons = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (asyncios["logger"], asyncios["level"]) == ("asyncio", "error")
+    assert (pythons["logger"], pythons["level"]) == ("py.warnings", "warning")
+    assert "was never awaited" in pythons["message"]
