@@ -212,6 +212,8 @@ class Worker:
 
     async def _session(self, publisher: Publisher) -> None:
         """Connect, make sure of the queues, consume until the connection is lost or we must stop."""
+        if self._stop.is_set():
+            return
         connection = await self._unless_stopped(connect(self._settings, f"worker {self.name}"))
         if connection is None:
             return
