@@ -92,7 +92,8 @@ class Runs:
     def all(self, event: str = "start", message_id: str | None = None) -> list[dict[str, Any]]:
         if not self.path.exists():
             return []
-        rows = [json.loads(line) for line in self.path.read_text().splitlines()]
+        written, _, _ = self.path.read_text().rpartition("\n")  # (the last line may be half there)
+        rows = [json.loads(line) for line in written.splitlines()]
         return [row for row in rows if row["event"] == event and message_id in (None, row["id"])]
 
     def attempts(self, message_id: str) -> list[int]:
