@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -14,6 +17,7 @@ import pytest
 
 import rabbit_tasks
 from tests.support.brokers import ROOT
+from tests.unit.test_imports import PACKAGE, imports_of
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +40,26 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert Path("rabbit_tasks/py.typed") in held
     assert {path.parts[0] for path in held - source} == {"rabbit_tasks-0.1.0.dist-info"}
     assert any(path.name == "LICENSE" for path in held - source)
+
+
+def test_the_source_archive_holds_the_two_commands_of_the_readme(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    (built,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(built) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert held >= {"scripts/demo", "scripts/test", "docker-compose.yml", "rabbit_tasks/py.typed",
+                    "tests/conftest.py", "topology/demo.json", "README.md", "LICENSE"}  # fmt: skip
+
+
+def test_every_library_that_we_import_is_a_dependency_of_our_own() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["demo"]]
+    names = {re.split(r"[^\w-]", one)[0].replace("-", "_") for one in declared}
+    imported = set().union(*map(imports_of, (ROOT / "rabbit_tasks").rglob("*.py")))
+    theirs = imported - sys.stdlib_module_names - {path.stem for path in PACKAGE.iterdir()}
+    # (pydantic pins the pydantic_core that goes with it; Pillow is imported as PIL)
+    assert theirs - {"pydantic_core", "PIL", "rabbit_tasks"} <= names
 
 
 @pytest.mark.timeout(300)
