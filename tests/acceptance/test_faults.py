@@ -246,7 +246,7 @@ async def test_connections_closed_by_an_operator_again_and_again(
     await declared(obedient)
     worker = start_worker().ready()
     async with under_load(settings, *SOME_FAIL) as load:
-        for times in range(1, 5):
+        for times in range(1, 4):
 
             async def lost_again(times: int = times) -> bool:
                 await asyncio.to_thread(broker.close_connections, vhost)

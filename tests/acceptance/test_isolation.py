@@ -23,71 +23,65 @@ Start = Callable[..., WorkerProcess]
 
 
 async def test_a_handler_whose_time_is_up_is_killed_and_tried_again(
+    publisher: Publisher, declared: Declared, start_worker: Start, runs: Runs
+) -> None:
+    await declared(obedient)
+    worker = start_worker().ready()
+    slow = await publisher.publish(ObeyInProcess, Order(do="sleep", seconds=600, times=1))
+    await eventually(lambda: runs.attempts(slow))
+    other = await publisher.publish(Obey, Order())
+    await eventually(lambda: runs.all("end", other), within=1)  # while it is in the way
+    (child,) = worker.handlers()
+    await eventually(lambda: is_gone(child))
+    await eventually(lambda: "outlasted its 2 s and was killed" in worker.log)
+    behind = await publisher.publish(ObeyInProcess, Order())
+    await eventually(lambda: runs.all("end", behind), within=20)
+    assert runs.attempts(slow)[:2] == [1, 2]
+    assert runs.attempts(behind) == [1]
+    assert runs.all("start", slow)[0]["pid"] == child
+    assert child not in worker.handlers()
+    assert "Traceback" not in worker.log
+
+
+DEEDS = {
+    "segv": "was killed by SIGSEGV",
+    "kill": "was killed by SIGKILL",
+    "vanish": "exit code 7",
+    "exit": "SystemExit: 3",
+    "interrupt": "KeyboardInterrupt",
+    "cancel": "CancelledError",
+    "custom": "Custom: told to",
+}
+
+
+async def test_a_crash_fails_its_own_message_only_and_says_how_it_ended(
     publisher: Publisher, connection: Connection, declared: Declared, start_worker: Start,
     runs: Runs,
 ) -> None:  # fmt: skip
-    await declared(obedient)
-    worker = start_worker().ready()
-    slow = await publisher.publish(ObeyInProcess, Order(do="sleep", seconds=600, times=3))
-    stuck = await publisher.publish(ObeyInProcess, Order(do="block", seconds=600, times=1))
-    await eventually(lambda: runs.attempts(slow))
-    other = await publisher.publish(Obey, Order())
-    await eventually(lambda: runs.all("end", other), within=1)  # while both are in the way
-    await eventually(lambda: runs.all("end", stuck), within=20)
-    await eventually(lambda: depth(connection, "obey.process.parked"), within=20)
-    (parked,) = await take_all(connection, "obey.process.parked")
-    assert parked.properties.text("message_id") == slow
-    assert parked.properties.headers["x-error-type"] == "TimeoutError"
-    assert "outlasted its 2 s" in parked.properties.headers["x-error-message"]
-    assert runs.attempts(slow) == [1, 2, 3]
-    assert runs.attempts(stuck) == [1, 2]
-    ended = {row["pid"] for row in runs.all("start", slow)}
-    assert len(ended) == 3  # each run in a fresh child
-    assert all(is_gone(pid) for pid in ended)
-    assert worker.is_running
-
-
-@pytest.mark.parametrize(
-    ("deed", "said"),
-    [
-        ("segv", "was killed by SIGSEGV"),
-        ("kill", "was killed by SIGKILL"),
-        ("vanish", "exit code 7"),
-    ],
-)
-async def test_a_crash_fails_its_own_message_only_and_says_how_it_ended(
-    deed: str, said: str, publisher: Publisher, connection: Connection, declared: Declared,
-    start_worker: Start, runs: Runs,
-) -> None:  # fmt: skip
+    """And so does whatever else a handler may end with."""
     await declared(obedient)
     worker = start_worker("obey.process").ready()
-    always = await publisher.publish(ObeyInProcess, Order(do=deed))
-    once = await publisher.publish(ObeyInProcess, Order(do=deed, times=1))
-    others = [await publisher.publish(ObeyInProcess, Order()) for _ in range(5)]
-    await eventually(lambda: depth(connection, "obey.process.parked"), within=20)
-    await eventually(lambda: len(runs.all("end")) == 6, within=20)
-    assert [runs.attempts(one) for one in others] == [[1]] * 5
-    assert runs.attempts(once) == [1, 2]
+    always = await publisher.publish(ObeyInProcess, Order(do="segv"))
+    once, others = {}, []
+    for deed in DEEDS:
+        once[await publisher.publish(ObeyInProcess, Order(do=deed, times=1))] = deed
+        others.append(await publisher.publish(ObeyInProcess, Order()))
+    await eventually(lambda: depth(connection, "obey.process.parked"), within=30)
+    await eventually(lambda: len(runs.all("end")) == 2 * len(DEEDS), within=30)
+    assert [runs.attempts(one) for one in others] == [[1]] * len(DEEDS)
+    assert [runs.attempts(one) for one in once] == [[1, 2]] * len(DEEDS)
     assert runs.attempts(always) == [1, 2, 3]
+    for message_id, deed in once.items():
+        (failure,) = [
+            line["error"] for line in worker.lines()
+            if line.get("id") == message_id and "error" in line
+        ]  # fmt: skip
+        assert DEEDS[deed] in failure
     (parked,) = await take_all(connection, "obey.process.parked")
     assert parked.properties.text("message_id") == always
-    assert said in parked.properties.headers["x-error-message"]
-    assert said in worker.log
+    assert DEEDS["segv"] in parked.properties.headers["x-error-message"]
     assert "Traceback" not in worker.log
     assert worker.is_running
-
-
-@pytest.mark.parametrize("deed", ["exit", "interrupt", "cancel", "custom"])
-async def test_what_is_no_exception_is_a_failed_attempt_like_any_other(
-    deed: str, publisher: Publisher, declared: Declared, start_worker: Start, runs: Runs
-) -> None:
-    await declared(obedient)
-    worker = start_worker("obey.process").ready()
-    message_id = await publisher.publish(ObeyInProcess, Order(do=deed, times=1))
-    await eventually(lambda: runs.all("end", message_id))
-    assert runs.attempts(message_id) == [1, 2]
-    assert worker.is_running
-    assert "Traceback" not in worker.log
 
 
 async def test_a_child_that_died_while_it_was_idle_costs_no_message_an_attempt(
