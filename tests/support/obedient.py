@@ -75,6 +75,22 @@ def obey(order: Order, message: Message) -> None:
             time.sleep(order.seconds)
 
 
+async def run_async(order: Order, message: Message) -> None:
+    record("start", message)
+    if order.do != "block":
+        await asyncio.sleep(order.seconds)
+    obey(order, message)
+    record("end", message)
+
+
+def run(order: Order, message: Message) -> None:
+    record("start", message)
+    if order.do != "block":
+        time.sleep(order.seconds)
+    obey(order, message)
+    record("end", message)
+
+
 QUICK = RetryPolicy(attempts=3, base=timedelta(milliseconds=200), jitter=False)
 
 
@@ -86,11 +102,7 @@ class Obey(Consumer[Order]):
     concurrency = int(os.environ.get("OBEDIENT_CONCURRENCY", "2"))
 
     async def handle(self, order: Order, message: Message) -> None:
-        record("start", message)
-        if order.do != "block":
-            await asyncio.sleep(order.seconds)
-        obey(order, message)
-        record("end", message)
+        await run_async(order, message)
 
 
 class ObeyInThread(Consumer[Order]):
@@ -101,11 +113,7 @@ class ObeyInThread(Consumer[Order]):
     concurrency = 2
 
     def handle(self, order: Order, message: Message) -> None:
-        record("start", message)
-        if order.do != "block":
-            time.sleep(order.seconds)
-        obey(order, message)
-        record("end", message)
+        run(order, message)
 
 
 class ObeyInProcess(Consumer[Order]):
@@ -118,11 +126,7 @@ class ObeyInProcess(Consumer[Order]):
     timeout = timedelta(seconds=2)
 
     def handle(self, order: Order, message: Message) -> None:
-        record("start", message)
-        if order.do != "block":
-            time.sleep(order.seconds)
-        obey(order, message)
-        record("end", message)
+        run(order, message)
 
 
 app = App("obedient", [Obey(), ObeyInThread(), ObeyInProcess()])

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
 
 from rabbit_tasks import App, Consumer, Message, RetryPolicy
-from tests.support.obedient import Order, obey, record
+from tests.support.obedient import Order, run, run_async
 
 PATIENT = RetryPolicy(delays=(timedelta(milliseconds=600), timedelta(milliseconds=700)))
 
@@ -23,11 +22,7 @@ class Patient(Consumer[Order]):
     retry = PATIENT
 
     async def handle(self, order: Order, message: Message) -> None:
-        record("start", message)
-        if order.do != "block":
-            await asyncio.sleep(order.seconds)
-        obey(order, message)
-        record("end", message)
+        await run_async(order, message)
 
 
 class PatientInThread(Consumer[Order]):
@@ -37,11 +32,7 @@ class PatientInThread(Consumer[Order]):
     retry = PATIENT
 
     def handle(self, order: Order, message: Message) -> None:
-        record("start", message)
-        if order.do != "block":
-            time.sleep(order.seconds)
-        obey(order, message)
-        record("end", message)
+        run(order, message)
 
 
 class PatientInProcess(Consumer[Order]):
@@ -52,11 +43,7 @@ class PatientInProcess(Consumer[Order]):
     isolation = "process"
 
     def handle(self, order: Order, message: Message) -> None:
-        record("start", message)
-        if order.do != "block":
-            time.sleep(order.seconds)
-        obey(order, message)
-        record("end", message)
+        run(order, message)
 
 
 @asynccontextmanager
