@@ -436,13 +436,15 @@ class Handling:
             return
         settled = Settled(self._message(delivery), run.outcome, run.seconds)
         for observer in self._observers:
+            failure = None
             try:
                 observer(settled)
             except BaseException as error:  # (the delivery is settled, whatever it raises)
+                failure = history.failure_of(error, self._redact)
+            # Not in the handling of the error: a log handler that fails prints what is being handled.
+            if failure is not None:
                 name = getattr(observer, "__qualname__", type(observer).__qualname__)
-                log.error(
-                    "observer %s raised %s", name, history.failure_of(error, self._redact).log
-                )
+                log.error("observer %s raised %s", name, failure.log)
 
 
 def _ends_us(error: BaseException) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -18,6 +19,22 @@ from rabbit_tasks.settings import Settings
 from tests.support.brokers import Broker, any_broker
 from tests.support.inprocess import Running
 from tests.support.workers import Runs, WorkerProcess
+
+
+@pytest.fixture(autouse=True)
+def logs_as_before() -> Iterator[None]:
+    """What a command that ran in this process made of the logs ends with its test."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    levels = {
+        name: logging.getLogger(name).level for name in ("aiormq", "aio_pika", "rabbit_tasks")
+    }
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    for name, before in levels.items():
+        logging.getLogger(name).setLevel(before)
+    logging.captureWarnings(False)
 
 
 @pytest.fixture(scope="session")
