@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -31,7 +32,8 @@ class App:
     name        of its lock file, topology/<name>.json
     consumers   instances, made with what they need
     lifespan    an async context manager factory: entered before the first message, left after the
-                last, to open and close what consumers hold
+                last, to open and close what consumers hold. Not in the child processes of
+                isolation = "process": such a handler opens what it needs itself
     observers   called with what became of each delivery
     redact      passes over error messages and stack traces before they go into headers or logs
 
@@ -63,6 +65,21 @@ class App:
                     f"App({name!r}) got {consumer!r}, which is not a rabbit_tasks.Consumer"
                 )
             check(type(consumer))
+        if lifespan is not None and (
+            isinstance(lifespan, AbstractAsyncContextManager) or not callable(lifespan)
+        ):
+            raise ConfigurationError(
+                f"App({name!r}): lifespan is {type(lifespan).__name__}; pass the function that makes "
+                "an async context manager, without calling it"
+            )
+        for observer in observers:
+            if not callable(observer) or inspect.iscoroutinefunction(
+                observer if inspect.isroutine(observer) else type(observer).__call__
+            ):
+                raise ConfigurationError(
+                    f"App({name!r}): observer {getattr(observer, '__name__', observer)!r} must be a "
+                    "plain function, which takes one Settled; it is called in the event loop"
+                )
         self.name = name
         self.lifespan = lifespan
         self.observers = tuple(observers)

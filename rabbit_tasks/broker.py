@@ -544,7 +544,7 @@ def _refusal(where: str, exchange: str, error: Exception, *, sent: bool) -> Publ
             missing = (
                 "that binding or its queue is missing" if exchange else "there is no such queue"
             )
-            return Unroutable(f"{where}: {missing}; create it: {declare}")
+            return Unroutable(f"{where}: {missing}; mend its name, or create it: {declare}")
         case amqp.DeliveryError():
             return Refused(f"{where}: refused (full, or no majority of its nodes is up)")
         case amqp.ChannelNotFoundEntity():

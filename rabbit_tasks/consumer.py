@@ -247,8 +247,8 @@ def encode(cls: type[Consumer[B]], body: B) -> tuple[bytes, str]:
             raise _wrong(cls, body, "str")
         return body.encode(), "text/plain; charset=utf-8"
     try:
-        if body is None:  # pydantic writes it as null whatever the type
-            how.validate_python(None)
+        # Another model's or dataclass's fields would be left out without a word.
+        how.validate_python(body, strict=True)
         return how.dump_json(body, warnings="error"), "application/json"
     except (PydanticSerializationError, ValidationError):
         raise _wrong(cls, body, _shown(_body_type(cls))) from None

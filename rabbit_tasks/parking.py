@@ -279,16 +279,16 @@ class _Taken:
                 except TimeoutError:
                     if any(channel.is_closed for channel in self._channels):
                         raise amqp.ChannelInvalidStateError("the channel was closed") from None
+                    if asyncio.get_running_loop().time() < deadline:
+                        continue  # a large body may be on its way
                     ready, _ = await _state(self._connection, self._queue)
                     if ready == 0:
                         return None  # somebody else took the others
-                    if asyncio.get_running_loop().time() > deadline:
-                        raise ParkingError(
-                            f"{self._queue}: {ready} messages are there, and the broker has delivered "
-                            f"none for {PATIENCE:g} s; who else consumes: rabbitmqctl list_consumers "
-                            f"-p {shlex.quote(self._connection.vhost)}"
-                        ) from None
-                    continue
+                    raise ParkingError(
+                        f"{self._queue}: {ready} messages are there, and the broker has delivered "
+                        f"none for {PATIENCE:g} s; who else consumes: rabbitmqctl list_consumers "
+                        f"-p {shlex.quote(self._connection.vhost)}"
+                    ) from None
                 self._read += 1
                 return delivery
         return None

@@ -40,6 +40,7 @@ from rabbit_tasks.broker import (
 )
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.delivery import PUT_BACK_TIMEOUT, Delivery, DeliveryLost, Handling, Stopping
+from rabbit_tasks.durations import duration_text
 from rabbit_tasks.errors import (
     ConfigurationError,
     ConnectError,
@@ -117,7 +118,8 @@ class Worker:
         if self._stop.is_set():
             self._stop_now.set()
         else:
-            log.info("stopping: finishing what is in hand, up to %s", self._settings.grace)
+            grace = duration_text(self._settings.grace)
+            log.info("stopping: finishing what is in hand, up to %s", grace)
         self._stop.set()
 
     async def run(self) -> None:

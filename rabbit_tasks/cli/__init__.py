@@ -8,6 +8,7 @@ them runs, and `--help` must not wait for the client library.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Coroutine
@@ -104,6 +105,9 @@ def main() -> None:
     # Each module registers its commands; here, because they need what stands above.
     from rabbit_tasks.cli import demo, parked, publish, topology, work  # noqa: F401
 
+    # Or else Python prints what the client libraries say of a refused connection, beside our line.
+    for name in ("aiormq", "aio_pika"):
+        logging.getLogger(name).addHandler(logging.NullHandler())
     try:
         cli(prog_name="rabbit-tasks")
     except RabbitTasksError as error:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import subprocess
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rabbit_tasks import App, ConfigurationError, Consumer, Message
 from rabbit_tasks.app import find_app, is_given
+from rabbit_tasks.observer import Settled
 
 
 class Takes(Consumer[str]):
@@ -174,3 +177,26 @@ def test_the_command_line_fails_in_one_line_for_an_app_that_cannot_be_imported(
     assert done.stdout == ""
     assert done.stderr.startswith(f"error: --app: importing {name} raised ")
     assert done.stderr.count("\n") == 1
+
+
+async def watches(settled: Settled) -> None: ...
+
+
+class Watches:
+    async def __call__(self, settled: Settled) -> None: ...
+
+
+@pytest.mark.parametrize("observer", [watches, Watches(), None])
+def test_an_observer_that_would_never_be_awaited_is_refused(observer: Any) -> None:
+    with pytest.raises(ConfigurationError, match="must be a plain function"):
+        App("app", [], observers=[observer])
+
+
+def test_a_lifespan_that_was_called_already_is_refused() -> None:
+    @asynccontextmanager
+    async def life() -> AsyncIterator[None]:
+        yield
+
+    with pytest.raises(ConfigurationError, match="without calling it"):
+        App("app", [], lifespan=life())  # type: ignore[arg-type]
+    App("app", [], lifespan=life)

@@ -434,3 +434,18 @@ def test_a_validator_whose_text_cannot_be_encoded_makes_the_body_malformed() -> 
     with pytest.raises(MalformedBody) as caught:
         decode(Takes, b'{"name": "a"}')
     assert caught.value.codes == "value_error"
+
+
+def test_another_model_or_dataclass_is_no_body_though_it_could_be_written_as_one() -> None:
+    class Lenient(BaseModel):
+        width: int = 320
+
+    class Takes(Consumer[Lenient]):
+        queue = "lenient"
+
+        async def handle(self, body: Lenient, message: Message) -> None: ...
+
+    for wrong in (Image(path="a"), Point(1, 2), {"width": 1}):
+        with pytest.raises(TypeError, match="takes Lenient, not this"):
+            encode(Takes, wrong)  # type: ignore[misc]
+    assert encode(Takes, Lenient(width=1))[0] == b'{"width":1}'
