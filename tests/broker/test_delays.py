@@ -22,8 +22,6 @@ Run = Callable[[App], Awaitable[Running]]
 async def test_a_hundred_messages_with_mixed_delays_return_within_150_ms_of_their_own(
     run: Run, publisher: Publisher
 ) -> None:
-    """In one of three rounds, because a busy machine is late by itself; a queue that blocks at its
-    head would be late in all of them."""
     failed: dict[str, float] = {}
     settled: dict[str, tuple[float, timedelta]] = {}
     back: dict[str, float] = {}
@@ -57,20 +55,13 @@ async def test_a_hundred_messages_with_mixed_delays_return_within_150_ms_of_thei
 
     await run(App("mixed", [Mixed(), Slow()], observers=[observe]))
     await publisher.publish_many(Slow, range(10))
-    worst = []
-    for _ in range(3):
-        for seen in (failed, settled, back):
-            seen.clear()
-        await publisher.publish_many(Mixed, range(100))
-        await eventually(lambda: len(back) == 100, 15)
-        assert len({settled[one][1] for one in back}) >= 4, "the draw is among eight"
-        early = [back[one] - failed[one] - settled[one][1].total_seconds() for one in back]
-        late = [back[one] - settled[one][0] - settled[one][1].total_seconds() for one in back]
-        assert min(early) >= 0
-        worst.append(max(late))
-        if worst[-1] < 0.15:
-            return
-    raise AssertionError(f"late by {worst} s")
+    await publisher.publish_many(Mixed, range(100))
+    await eventually(lambda: len(back) == 100, 15)
+    assert len({settled[one][1] for one in back}) >= 4, "the draw is among eight"
+    early = [back[one] - failed[one] - settled[one][1].total_seconds() for one in back]
+    late = [back[one] - settled[one][0] - settled[one][1].total_seconds() for one in back]
+    assert min(early) >= 0
+    assert max(late) < 0.15
 
 
 async def test_different_messages_with_one_id_all_run_and_all_fail_for_themselves(
