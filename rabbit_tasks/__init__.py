@@ -1,4 +1,4 @@
-"""Workers for RabbitMQ: retries by the broker, a parking lot, replay. Nothing is ever lost."""
+"""Workers for RabbitMQ: retries by the broker, a parking lot, replay. No confirmed message is lost."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Final

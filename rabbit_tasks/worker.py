@@ -225,8 +225,8 @@ class Worker:
             if self._stop.is_set():
                 return
             for handling in self._handlings:
-                for number in range(handling.kind.concurrency):
-                    slot = asyncio.create_task(self._slot(connection, handling, number))
+                for _ in range(handling.kind.concurrency):
+                    slot = asyncio.create_task(self._slot(connection, handling))
                     self._slots.add(slot)
                     slot.add_done_callback(self._slots.discard)
             queues = ", ".join(handling.kind.queue for handling in self._handlings)
@@ -255,7 +255,7 @@ class Worker:
 
         That one goes on with the queues that are there: what is missing holds up only its own.
         """
-        wanted = self._slots_wanted
+        wanted = sum(handling.kind.concurrency for handling in self._handlings)
         if wanted + SPARE_CHANNELS > connection.channel_max:
             raise ConfigurationError(
                 f"{wanted} slots need as many channels, and the broker allows {connection.channel_max} "
@@ -274,11 +274,7 @@ class Worker:
             for line in str(error).splitlines():
                 log.error("%s", line)
 
-    @property
-    def _slots_wanted(self) -> int:
-        return sum(handling.kind.concurrency for handling in self._handlings)
-
-    async def _slot(self, connection: Connection, handling: Handling, number: int) -> None:
+    async def _slot(self, connection: Connection, handling: Handling) -> None:
         """Consume on one channel after another, as long as the connection lives."""
         failures = 0
         while not (connection.is_lost or self._stop.is_set()):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import BaseModel
@@ -61,8 +61,15 @@ class Plain:
     a: list[int]
 
 
+QUICK = RetryPolicy(attempts=2, base=timedelta(milliseconds=100), jitter=False)
+
+
 class Keeps:
     """What came through."""
+
+    queue: ClassVar[str] = "bodies"
+    retry: ClassVar[RetryPolicy] = QUICK
+    concurrency: ClassVar[int] = 4
 
     def __init__(self) -> None:
         self.done: dict[str, bytes] = {}
@@ -72,64 +79,37 @@ class Keeps:
         self.done[message.type] = message.body
 
 
-QUICK = RetryPolicy(attempts=2, base=timedelta(milliseconds=100), jitter=False)
-
-
 class TakesBytes(Keeps, Consumer[bytes]):
-    queue = "bodies"
-    retry = QUICK
-    concurrency = 4
-
     async def handle(self, body: bytes, message: Message) -> None:
         assert body == message.body
         self.keep(message)
 
 
 class TakesText(Keeps, Consumer[str]):
-    queue = "bodies"
-    retry = QUICK
-    concurrency = 4
-
     def handle(self, body: str, message: Message) -> None:
         assert body.encode() == message.body
         self.keep(message)
 
 
 class TakesDict(Keeps, Consumer[dict[str, Any]]):
-    queue = "bodies"
-    retry = QUICK
-    concurrency = 4
-
     async def handle(self, body: dict[str, Any], message: Message) -> None:
         assert isinstance(body, dict)
         self.keep(message)
 
 
 class TakesModel(Keeps, Consumer[Strict]):
-    queue = "bodies"
-    retry = QUICK
-    concurrency = 4
-
     def handle(self, body: Strict, message: Message) -> None:
         assert isinstance(body, Strict)
         self.keep(message)
 
 
 class TakesPlain(Keeps, Consumer[Plain]):
-    queue = "bodies"
-    retry = QUICK
-    concurrency = 4
-
     async def handle(self, body: Plain, message: Message) -> None:
         assert isinstance(body, Plain)
         self.keep(message)
 
 
 class TakesAnything(Keeps, Consumer[Any]):
-    queue = "bodies"
-    retry = QUICK
-    concurrency = 4
-
     async def handle(self, body: Any, message: Message) -> None:
         self.keep(message)
 

@@ -189,8 +189,10 @@ async def test_a_late_answer_does_not_reach_the_next_message_of_that_id(
         proxy.hold()
         with pytest.raises(Unconfirmed):
             await publisher.publish("nowhere", "gone", message_id="one id")
+        sent = proxy.sent
         publishing = asyncio.create_task(publisher.publish("q", "stored", message_id="one id"))
-        await asyncio.sleep(0.1)  # on its way, or waiting for a channel: its answer is held
+        # On its way, or asking for a channel: its answer is held.
+        await eventually(lambda: proxy.sent > sent)
         proxy.release()
         assert await publishing == "one id"
     assert [one.body for one in await take_all(connection, "q")] == [b"before", b"stored"]

@@ -17,6 +17,8 @@ class Proxy:
         self._held = asyncio.Event()
         self._held.set()
         self.port = 0
+        self.sent = 0
+        """Bytes that went to the broker."""
 
     def swallow(self) -> None:
         """From now on the broker's answers are dropped; what is sent still reaches it."""
@@ -56,6 +58,8 @@ class Proxy:
             while data := await reader.read(65_536):
                 if answers:
                     await self._held.wait()
+                else:
+                    self.sent += len(data)
                 if not answers or self._flowing:
                     writer.write(data)
                     await writer.drain()
