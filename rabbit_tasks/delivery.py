@@ -9,7 +9,8 @@ to the broker, and only then is the delivery acked:
 
 A worker that dies in between is noticed by the broker, which delivers again: before the confirm
 nothing has happened, after it the message is there twice, once as a copy. The other order would
-lose it.
+lose it. How often that happened is counted apart from failed attempts: a message whose workers die
+again and again is given pauses of its own, and parked.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from aiormq.channel import Channel
 
 from rabbit_tasks import consumer as consumers
 from rabbit_tasks import history
+from rabbit_tasks import message as names
 from rabbit_tasks.broker import LOST, Publisher, is_cancelled
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.durations import duration_text
@@ -43,9 +45,17 @@ from rabbit_tasks.isolation import Children
 from rabbit_tasks.message import Message
 from rabbit_tasks.observer import Observer, Settled
 from rabbit_tasks.properties import Properties
-from rabbit_tasks.retry import Done, Outcome, Parked, RetryAfter
+from rabbit_tasks.retry import (
+    CRASH_DELAYS,
+    Crashed,
+    Done,
+    Outcome,
+    Parked,
+    RetryAfter,
+    after_crash,
+)
 from rabbit_tasks.text import one_line
-from rabbit_tasks.topology import PARKING_LOT, retry_queue
+from rabbit_tasks.topology import PARKING_LOT, crashed_queue, retry_queue
 
 log = logging.getLogger("rabbit_tasks")
 
@@ -53,6 +63,9 @@ PUT_BACK_TIMEOUT: Final = 5.0
 """Seconds for putting a message back at shutdown; over it, the broker requeues it by itself."""
 ORPHANS_KEPT: Final = 600.0
 """Seconds that the outcome of a run whose delivery was lost waits for the redelivery."""
+SHAKEN: Final = 30.0
+"""Seconds after we lost our connection and have it back, in which a redelivery says nothing of its
+message: the broker or the network dropped others as well, whose workers are alive."""
 
 
 class DeliveryLost(Exception):
@@ -128,11 +141,15 @@ class Delivery:
 class Run:
     """One run of a handler in this process: usually of one delivery, of two where one was lost."""
 
-    __slots__ = ("copied", "failure", "free", "lost_at", "outcome", "owned", "seconds", "when")
+    __slots__ = (
+        "copied", "deaths", "failure", "free", "lost_at", "outcome", "owned", "seconds", "when",
+    )  # fmt: skip
 
     def __init__(self) -> None:
-        self.outcome: Outcome | None = None
+        self.outcome: Outcome | Crashed | None = None
         self.failure: history.Failure | None = None
+        self.deaths: int | None = None
+        """Of workers, where they decided its outcome and it was not run."""
         self.copied = False
         self.owned = False
         """A delivery is being processed by it now."""
@@ -167,23 +184,26 @@ class Runs:
             if not runs:
                 del self._orphans[key]
 
-    async def take(self, delivery: Delivery) -> Run:
-        """The run for this delivery: a new one, or that of its lost twin once nobody works on it."""
+    def of(self, delivery: Delivery) -> Run:
+        """The run for this delivery: a new one, or that of its lost twin."""
         run = Run()
-        if delivery.redelivered and self._orphans:
+        if self._orphans and _may_be_a_twin(delivery):
             key = _identity(delivery)
             if runs := self._orphans.get(key):
                 run = runs.popleft()
                 if not runs:
                     del self._orphans[key]
         delivery.run = run
+        return run
+
+    async def take(self, run: Run, delivery: Delivery) -> None:
+        """Wait until nobody works on the run, and then work on it."""
         while run.owned:
             run.free = run.free or asyncio.get_running_loop().create_future()
             await asyncio.wait([run.free])
             if delivery.lost:  # lost once more while it waited: the run is for the next twin
                 raise DeliveryLost
         run.owned = True
-        return run
 
     def release(self, run: Run) -> None:
         """Whoever worked on the run is through with it."""
@@ -193,14 +213,26 @@ class Runs:
             run.free = None
 
 
+def _may_be_a_twin(delivery: Delivery) -> bool:
+    return delivery.redelivered or delivery.properties.header(names.CRASHES) is not None
+
+
 def _identity(delivery: Delivery) -> bytes:
-    """Equal for a delivery and its redelivery, and for nothing else but a twin in every byte."""
-    kept = delivery.properties.replace({}, without=_counted_by_the_broker).encode()
-    return hashlib.blake2b(len(kept).to_bytes(4, "big") + kept + delivery.body).digest()
+    """Equal for a delivery, its redelivery and its copy without an outcome, and for nothing else but
+    a twin in every byte."""
+    kept = delivery.properties.replace(
+        {}, without=_may_change, drop=history.NOT_COPIED, delivery_mode=2
+    )
+    # (4.x sorts the headers of what has been dead-lettered, as a copy that waited has.)
+    headers = b"".join(key + value for key, value in sorted(kept.table))
+    digest = hashlib.blake2b(len(headers).to_bytes(4, "big") + headers)
+    digest.update(kept.replace({}, without=lambda _: True).encode())
+    digest.update(delivery.body)
+    return digest.digest()
 
 
-def _counted_by_the_broker(header: str) -> bool:
-    return header in ("x-delivery-count", "x-acquired-count")
+def _may_change(header: str) -> bool:
+    return names.is_brokers(header) or (header in names.OURS and header != names.RETRY_COUNT)
 
 
 class Handling:
@@ -222,6 +254,8 @@ class Handling:
         self.runs = Runs()
         self.stopping = asyncio.Event()
         """Set when the grace time is over: what is held is put back."""
+        self.calm_from = 0.0
+        """By the monotonic clock: from when on a redelivery tells of a worker's death."""
         self._publisher = publisher
         self._observers = observers
         self._redact = redact
@@ -250,13 +284,18 @@ class Handling:
         Raises DeliveryLost where the broker has the message again, and Stopping or CancelledError
         where the worker must go: then the message was put back.
         """
-        run: Run | None = None
+        run, ours = self.runs.of(delivery), False
         try:
-            run = await self.runs.take(delivery)
+            if run.owned and await self._renewed(delivery):
+                return
+            await self.runs.take(run, delivery)
+            ours = True
             if run.outcome is None:
-                async with self._permits:
-                    run.outcome = await self.attempt(delivery, run)
-                run.failure = self._failure(run.outcome)
+                run.outcome = self._after_crash(delivery, run)
+                if run.outcome is None:
+                    async with self._permits:
+                        run.outcome = await self.attempt(delivery, run)
+                    run.failure = self._failure(run.outcome)
                 self._tell(delivery, run)
             delivery.settling = True
             if not run.copied:
@@ -276,7 +315,7 @@ class Handling:
                 await self._put_back(delivery)
             raise
         finally:
-            if run is not None:
+            if ours:
                 self.runs.release(run)
         self._report(delivery, run)
 
@@ -310,23 +349,18 @@ class Handling:
         match run.outcome:
             case RetryAfter() as outcome:
                 exchange, key = "", retry_queue(self.kind.queue, outcome.attempt, outcome.delay)
+            case Crashed() as outcome:
+                exchange, key = "", crashed_queue(self.kind.queue, outcome.delay)
             case Parked() as outcome:
                 exchange, key = PARKING_LOT, self.kind.queue
             case _:
                 return True
-        headers = history.after(
-            outcome,
-            run.failure,
-            delivery.properties,
-            queue=self.kind.queue,
-            attempt=self._message(delivery).attempt,
-            when=datetime.fromtimestamp(run.when, UTC),
-            seconds=run.seconds,
-            now=datetime.now(UTC),
-            worker=self._worker,
-            stack=self._error_stack,
-        )
-        return await self._copy(delivery, run, exchange, key, headers)
+        if await self._copy(delivery, exchange, key, self._headers(delivery, run, outcome)):
+            return True
+        run.outcome = Parked("its headers leave no room for ours: parked by the broker")
+        self._tell(delivery, run)
+        await delivery.reject()
+        return False
 
     # --- its steps ------------------------------------------------------------------------------
 
@@ -335,14 +369,89 @@ class Handling:
             return None
         return history.failure_of(outcome.error, self._redact)
 
+    def _after_crash(self, delivery: Delivery, run: Run) -> Crashed | Parked | None:
+        """Whether a message is not to be run because workers died with it in their hands."""
+        known = names.crashes(delivery.properties)
+        if not delivery.redelivered:
+            if known:
+                text = f"is run again: its worker died {known} times"
+                self._log(logging.WARNING, delivery, text, deaths=known)
+            return None
+        deliveries = names.deliveries(delivery.properties)
+        deaths = known + deliveries if time.monotonic() >= self.calm_from else known
+        outcome = after_crash(
+            deaths, deliveries, limit=self.kind.delivery_limit, draw=random.random()
+        )
+        if outcome is not None:
+            run.deaths = deaths
+        elif deaths:
+            self._log(logging.WARNING, delivery, "comes again: its worker died", deaths=deaths)
+        return outcome
+
+    async def _renewed(self, delivery: Delivery) -> bool:
+        """Whether a copy now waits for the end of the run that goes on here.
+
+        Each time the connection is lost the broker counts a delivery, and at its limit it would park
+        a message that nothing is wrong with. A copy starts the count anew.
+        """
+        limit = self.kind.delivery_limit
+        if names.deliveries(delivery.properties) < max(1, limit - 1):
+            return False
+        delay = random.choice(CRASH_DELAYS)
+        headers = history.after_crash(
+            Crashed(delay),
+            names.crashes(delivery.properties),
+            delivery.properties,
+            queue=self.kind.queue,
+            now=datetime.now(UTC),
+            worker=self._worker,
+        )
+        delivery.settling = True
+        if not await self._copy(delivery, "", crashed_queue(self.kind.queue, delay), headers):
+            delivery.settling = False
+            return False
+        self._log(logging.INFO, delivery, "is still running here; its copy waits for it")
+        await delivery.ack()
+        self.runs.orphan(delivery)
+        return True
+
+    def _headers(
+        self, delivery: Delivery, run: Run, outcome: RetryAfter | Crashed | Parked
+    ) -> dict[str, Any]:
+        """What the copy says of its message."""
+        now = datetime.now(UTC)
+        if isinstance(outcome, Crashed) or run.deaths is not None:
+            assert not isinstance(outcome, RetryAfter)
+            return history.after_crash(
+                outcome,
+                run.deaths or 0,
+                delivery.properties,
+                queue=self.kind.queue,
+                now=now,
+                worker=self._worker,
+            )
+        return history.after(
+            outcome,
+            run.failure,
+            delivery.properties,
+            queue=self.kind.queue,
+            attempt=self._message(delivery).attempt,
+            when=datetime.fromtimestamp(run.when, UTC),
+            seconds=run.seconds,
+            now=now,
+            worker=self._worker,
+            stack=self._error_stack,
+        )
+
     def _message(self, delivery: Delivery) -> Message:
         return Message(
             self.kind.queue, delivery.body, delivery.properties, redelivered=delivery.redelivered
         )
 
     async def _copy(
-        self, delivery: Delivery, run: Run, exchange: str, key: str, headers: dict[str, Any]
+        self, delivery: Delivery, exchange: str, key: str, headers: dict[str, Any]
     ) -> bool:
+        """False where its own headers leave no room for ours."""
         publisher = self._publisher
         assert publisher is not None
         message_id = uuid.uuid4().hex
@@ -362,9 +471,6 @@ class Handling:
                     frame_max=(await publisher.connect()).frame_max,
                 )
                 if copy is None:
-                    run.outcome = Parked("its headers leave no room for ours: parked by the broker")
-                    self._tell(delivery, run)
-                    await delivery.reject()
                     return False
                 await publisher.send(exchange, key, delivery.body, copy)
         return True
@@ -412,18 +518,21 @@ class Handling:
 
     def _tell(self, delivery: Delivery, run: Run) -> None:
         """What was decided, where it is not simply done."""
-        if isinstance(run.outcome, Done) or run.outcome is None:
-            return
         error = run.failure.log if run.failure else ""
         tries = f"attempt {self._message(delivery).attempt} of {self.kind.retry.attempts}"
-        if isinstance(run.outcome, RetryAfter):
-            delay = duration_text(run.outcome.delay)
-            text = f"{tries} failed: {error}; again in {delay}"
-            self._log(logging.WARNING, delivery, text, error=error, delay=delay)
-        else:
-            reason = one_line(run.outcome.reason)
-            text = f"{tries} parked: {reason}; {error}"
-            self._log(logging.ERROR, delivery, text, error=error, reason=reason)
+        match run.outcome:
+            case RetryAfter() as outcome:
+                delay = duration_text(outcome.delay)
+                text = f"{tries} failed: {error}; again in {delay}"
+                self._log(logging.WARNING, delivery, text, error=error, delay=delay)
+            case Crashed() as outcome:
+                delay = duration_text(outcome.delay)
+                text = f"comes again: its worker died {run.deaths} times; run again in {delay}"
+                self._log(logging.WARNING, delivery, text, deaths=run.deaths, delay=delay)
+            case Parked() as outcome:
+                reason = one_line(outcome.reason)
+                text = f"{tries} parked: {reason}{f'; {error}' if error else ''}"
+                self._log(logging.ERROR, delivery, text, error=error, reason=reason)
 
     def _tell_held(self, delivery: Delivery, state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
@@ -432,7 +541,7 @@ class Handling:
         self._log(logging.ERROR, delivery, text, error=str(error))
 
     def _report(self, delivery: Delivery, run: Run) -> None:
-        if not self._observers or run.outcome is None:
+        if not self._observers or run.outcome is None or isinstance(run.outcome, Crashed):
             return
         settled = Settled(self._message(delivery), run.outcome, run.seconds)
         for observer in self._observers:

@@ -18,7 +18,7 @@ from rabbit_tasks import message as names
 from rabbit_tasks.consumer import fault_codes
 from rabbit_tasks.errors import MalformedBody
 from rabbit_tasks.properties import Properties
-from rabbit_tasks.retry import Parked, RetryAfter
+from rabbit_tasks.retry import Crashed, Parked, RetryAfter
 from rabbit_tasks.text import cut, one_line
 
 HISTORY: Final = 20
@@ -31,7 +31,7 @@ ROOM: Final = 8_192
 
 # A publisher's time limit has had its chance, and would make a parked copy vanish; another user's
 # name makes the broker refuse the copy (406).
-_SPENT: Final = ("expiration", "user_id")
+NOT_COPIED: Final = ("expiration", "user_id")
 _RENEWED: Final = names.OURS - {names.REPLAYED}
 _ENDED: Final = names.OURS - {names.ATTEMPTS, names.REPLAYED}
 _ENTRY: Final = {"attempt": int, "when": str, "seconds": float, "error": str, "worker": str}
@@ -149,6 +149,37 @@ def after(
     return headers
 
 
+def after_crash(
+    outcome: Crashed | Parked,
+    deaths: int,
+    before: Properties,
+    *,
+    queue: str,
+    now: datetime,
+    worker: str,
+) -> dict[str, Any]:
+    """The headers of a copy of a message whose workers died: no attempt was spent, nothing is lost.
+
+    `worker` has found it `now`, and is the last one of which anybody knows that it had it: those that
+    died could not say so.
+    """
+    when = now.isoformat(timespec="milliseconds")
+    headers: dict[str, Any] = {names.ORIGIN_QUEUE: queue}
+    if count := names.retry_count(before):
+        headers[names.RETRY_COUNT] = count
+    if deaths or isinstance(outcome, Crashed):
+        headers[names.CRASHES] = {"count": deaths, "worker": worker, "when": when}
+    if isinstance(outcome, Parked):
+        headers[names.PARKED_REASON] = one_line(outcome.reason)
+        headers[names.PARKED_AT] = when
+    for name in (names.ERROR_TYPE, names.ERROR_MESSAGE, names.ERROR_STACK):
+        if isinstance(text := before.header(name), str):
+            headers[name] = text
+    if known := attempts(before):
+        headers[names.ATTEMPTS] = known
+    return headers
+
+
 def attempts(properties: Properties) -> list[dict[str, Any]]:
     """The history that a message carries; of one that we did not write, what is like ours."""
     found = properties.header(names.ATTEMPTS)
@@ -226,7 +257,7 @@ def _as_fits(
     """
     made = _replaced(before, headers, without, message_id)
     if made.frame_size() > frame_max:
-        made = before.replace({}, without=without, drop=_SPENT)
+        made = before.replace({}, without=without, drop=NOT_COPIED)
     return made
 
 
@@ -240,7 +271,7 @@ def _replaced(
     return before.replace(
         headers,
         without=without,
-        drop=_SPENT,
+        drop=NOT_COPIED,
         delivery_mode=2,
         message_id=message_id if before.text("message_id") is None else None,
     )

@@ -21,17 +21,22 @@ PARKED_REASON: Final = "x-parked-reason"
 PARKED_AT: Final = "x-parked-at"
 REPLAYED: Final = "x-replayed"
 """A table of count and when: how often the message was replayed, and the last time."""
+CRASHES: Final = "x-crashes"
+"""A table of count, worker and when: how many workers died with the message in their hands since it
+last had an outcome, and which worker is the last that is known to have had it, when."""
 
 OURS: Final = frozenset(
     {RETRY_COUNT, ORIGIN_QUEUE, ERROR_TYPE, ERROR_MESSAGE, ERROR_STACK, ATTEMPTS, PARKED_REASON,
-     PARKED_AT, REPLAYED}
+     PARKED_AT, REPLAYED, CRASHES}
 )  # fmt: skip
 
 # The broker's: read for display and for the crash count, never for the attempt number.
 DEATH: Final = "x-death"
 DELIVERY_COUNT: Final = "x-delivery-count"
+ACQUIRED_COUNT: Final = "x-acquired-count"
 
-MAX_RETRY_COUNT: Final = 1_000_000
+MAX_COUNT: Final = 1_000_000
+"""As far as we count; more reads as this."""
 
 
 def is_brokers(header: str) -> bool:
@@ -42,7 +47,7 @@ def is_brokers(header: str) -> bool:
     publisher's other queues once more.
     """
     return (
-        header in ("CC", "BCC", "x-death", "x-delivery-count", "x-acquired-count")
+        header in ("CC", "BCC", DEATH, DELIVERY_COUNT, ACQUIRED_COUNT)
         or header.startswith(("x-first-death-", "x-last-death-"))
     )  # fmt: skip
 
@@ -52,10 +57,29 @@ def retry_count(properties: Properties) -> int:
 
     Absent, negative, or anything but an integer reads as 0; more than 1,000,000 as 1,000,000.
     """
-    count = properties.header(RETRY_COUNT)
-    if type(count) is not int or count < 0:
+    return _count(properties.header(RETRY_COUNT))
+
+
+def crashes(properties: Properties) -> int:
+    """Workers that died with it, as its own header tells. Read like `retry_count`."""
+    table = properties.header(CRASHES)
+    return _count(table.get("count")) if isinstance(table, dict) else 0
+
+
+def deliveries(properties: Properties) -> int:
+    """Deliveries of a redelivered message that were never settled, by the broker's count, from 1.
+
+    A consumer that the broker gave up on (4.3) counts in `x-acquired-count` alone, which older
+    brokers leave as the publisher wrote it: so it is read only where the other is not there.
+    """
+    count = properties.header(DELIVERY_COUNT)
+    return max(1, _count(properties.header(ACQUIRED_COUNT) if count is None else count))
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or value < 0:
         return 0
-    return min(count, MAX_RETRY_COUNT)
+    return min(value, MAX_COUNT)
 
 
 class Message:

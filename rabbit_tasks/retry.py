@@ -1,4 +1,4 @@
-"""When to try again and when to park: values and one pure question."""
+"""When to try again and when to park: values and two pure questions, of errors and of deaths."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ MAX_RETRY_QUEUES: Final = 200
 """Retry queues of one consumer: a quorum queue costs the broker some 50 KiB and four processes."""
 
 MILLISECOND: Final = timedelta(milliseconds=1)
+
+CRASH_DELAYS: Final = tuple(timedelta(seconds=s) for s in (1, 2, 4, 8))
+"""How long a message waits whose worker died with it more than once; one is drawn. Different ones,
+because those that were in the same hands would come back together, the deadly one among them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,13 @@ class Parked:
 
     reason: str
     error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """Its worker died with it, once more: a copy waits this long on the broker, then comes back."""
+
+    delay: timedelta
 
 
 class _Unsaid(int):
@@ -174,6 +185,26 @@ class RetryPolicy:
             tries = "1 attempt" if attempt == 1 else f"{attempt} attempts"
             return Parked(f"failed {tries} of {self.attempts}", error)
         return RetryAfter(attempt, delays[int(draw * len(delays))], error)
+
+
+def after_crash(
+    deaths: int, deliveries: int, *, limit: int, draw: float
+) -> Crashed | Parked | None:
+    """What follows when the broker delivers a message again that nobody here works on.
+
+    deaths      of workers that had it in their hands, since it last had an outcome
+    deliveries  how many were never settled, by the broker's own count
+    limit       the queue's delivery limit
+    draw        as for a failure
+
+    None: run it. At once after a first death, since most deaths are nobody's fault; a second one
+    points to the message. Nor may the broker's count come near its limit: a copy starts it anew.
+    """
+    if deaths > limit:
+        return Parked(f"its worker died {deaths} times")
+    if deaths > 1 or deliveries >= min(2, limit):
+        return Crashed(CRASH_DELAYS[int(draw * len(CRASH_DELAYS))])
+    return None
 
 
 def _find(error: BaseException, kinds: tuple[type[BaseException], ...]) -> BaseException | None:

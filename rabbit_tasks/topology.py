@@ -4,6 +4,7 @@ Pure: consumers in, a topology out. For a consumer of `images.resize`:
 
     images.resize                     main: what consumers read
     images.resize.retry.1.500ms       retry: a copy waits its constant TTL, then goes home
+    images.resize.crashed.4s          crashed: likewise, where workers died with it in their hands
     images.resize.parked              parked: set aside for a person, bound to parking-lot
 
 Every queue is a quorum queue and every argument is written out, because brokers' defaults differ by
@@ -22,7 +23,7 @@ from typing import Any, Final, Literal
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.durations import duration_text
 from rabbit_tasks.errors import ConfigurationError
-from rabbit_tasks.retry import MILLISECOND
+from rabbit_tasks.retry import CRASH_DELAYS, MILLISECOND
 
 PARKING_LOT: Final = "parking-lot"
 """The exchange of all parking queues; a direct one, keyed by main queue."""
@@ -31,7 +32,7 @@ PARKING_LOT: Final = "parking-lot"
 # return on 3.10, and none means 20 on 4.x: 21 looks at a parked message would lose it.
 _LOOKED_AT_FOR_EVER: Final = 2_147_483_647
 
-_RETRY_NAME: Final = re.compile(r"\.retry\.\d+\.\d+(ms|s|m|h|d)$")
+_WAITING_NAME: Final = re.compile(r"\.(retry\.\d+|crashed)\.\d+(ms|s|m|h|d)$")
 
 Arguments = dict[str, Any]
 
@@ -41,7 +42,7 @@ class Queue:
     """A durable quorum queue: the main queue of a consumer, or one of those that serve it."""
 
     name: str
-    role: Literal["main", "retry", "parked"]
+    role: Literal["main", "retry", "crashed", "parked"]
     main: str
     arguments: Arguments = field(hash=False)
 
@@ -101,6 +102,11 @@ def retry_queue(main: str, attempt: int, delay: timedelta) -> str:
     return f"{main}.retry.{attempt}.{duration_text(delay)}"
 
 
+def crashed_queue(main: str, delay: timedelta) -> str:
+    """Where a message waits whose worker died with it, so that it does not kill the next at once."""
+    return f"{main}.crashed.{duration_text(delay)}"
+
+
 def parked_queue(main: str) -> str:
     """Where messages of this main queue are set aside."""
     return f"{main}.parked"
@@ -110,7 +116,7 @@ def topology_of(consumers: Iterable[type[Consumer[Any]]]) -> Topology:
     """The topology of these consumer classes.
 
     Raises ConfigurationError where two of them take one queue, or a name is none the broker takes or
-    could be that of a retry or parking queue. (So no other two names can be the same.)
+    could be that of a queue that serves another. (So no other two names can be the same.)
     """
     queues: list[Queue] = []
     owners: dict[str, type[Consumer[Any]]] = {}
@@ -146,17 +152,23 @@ def _queues(consumer: type[Consumer[Any]]) -> Iterable[Queue]:
     })  # fmt: skip
     for attempt in range(1, consumer.retry.attempts):
         for delay in consumer.retry.delays_after(attempt):
-            yield Queue(retry_queue(main, attempt, delay), "retry", main, {
-                "x-queue-type": "quorum",
-                "x-message-ttl": delay // MILLISECOND,
-                "x-dead-letter-exchange": "",
-                "x-dead-letter-routing-key": main,
-                "x-dead-letter-strategy": "at-least-once",
-                "x-overflow": "reject-publish",
-            })  # fmt: skip
+            yield _waiting(retry_queue(main, attempt, delay), "retry", main, delay)
+    for delay in CRASH_DELAYS:
+        yield _waiting(crashed_queue(main, delay), "crashed", main, delay)
     yield Queue(parked_queue(main), "parked", main, {
         "x-queue-type": "quorum",
         "x-delivery-limit": _LOOKED_AT_FOR_EVER,
+    })  # fmt: skip
+
+
+def _waiting(name: str, role: Literal["retry", "crashed"], main: str, delay: timedelta) -> Queue:
+    return Queue(name, role, main, {
+        "x-queue-type": "quorum",
+        "x-message-ttl": delay // MILLISECOND,
+        "x-dead-letter-exchange": "",
+        "x-dead-letter-routing-key": main,
+        "x-dead-letter-strategy": "at-least-once",
+        "x-overflow": "reject-publish",
     })  # fmt: skip
 
 
@@ -171,11 +183,11 @@ def _check_names(served: tuple[Queue, ...], consumer: type[Consumer[Any]]) -> No
     if name.startswith("amq."):
         raise ConfigurationError(f"{where} {name!r}: names in amq. are the broker's own")
     # `parked discard NAME.parked` empties a parking queue: no name may be both that and live work.
-    if name.endswith(parked_queue("")) or _RETRY_NAME.search(name):
+    if name.endswith(parked_queue("")) or _WAITING_NAME.search(name):
+        other = re.sub(r"\.(parked|retry|crashed)", r"-\1", name)
         raise ConfigurationError(
-            f"{where} {name!r}: names that end in .parked or .retry.N.DELAY are those of the queues "
-            "that serve a main queue; take another ending, such as "
-            f"{name.replace('.parked', '-parked').replace('.retry.', '-retry.')!r}"
+            f"{where} {name!r}: names that end in .parked, .retry.N.DELAY or .crashed.DELAY are those "
+            f"of the queues that serve a main queue; take another ending, such as {other!r}"
         )
     longest = max(served, key=lambda queue: len(queue.name))
     if (over := len(longest.name) - 255) > 0:
@@ -193,9 +205,10 @@ def tree(topology: Topology) -> str:
         lines.append(f"{main.name}   (quorum, delivery limit {limit})")
         served = [q for q in topology.queues if q.main == main.name and q.role != "main"]
         for queue in served:
-            if queue.role == "retry":
-                delay = duration_text(queue.arguments["x-message-ttl"] * MILLISECOND)
-                lines.append(f"├── {queue.name}   waits {delay}, then back to {main.name}")
-            else:
+            if queue.role == "parked":
                 lines.append(f"└── {queue.name}   set aside, by exchange {PARKING_LOT}")
+                continue
+            delay = duration_text(queue.arguments["x-message-ttl"] * MILLISECOND)
+            why = "where workers died, then back" if queue.role == "crashed" else "then back"
+            lines.append(f"├── {queue.name}   waits {delay}, {why} to {main.name}")
     return "\n".join(lines)

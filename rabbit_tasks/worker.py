@@ -39,7 +39,14 @@ from rabbit_tasks.broker import (
     words,
 )
 from rabbit_tasks.consumer import Consumer
-from rabbit_tasks.delivery import PUT_BACK_TIMEOUT, Delivery, DeliveryLost, Handling, Stopping
+from rabbit_tasks.delivery import (
+    PUT_BACK_TIMEOUT,
+    SHAKEN,
+    Delivery,
+    DeliveryLost,
+    Handling,
+    Stopping,
+)
 from rabbit_tasks.durations import duration_text
 from rabbit_tasks.errors import (
     ConfigurationError,
@@ -76,6 +83,7 @@ class Worker:
     queues      only the consumers of these main queues; none given means all
     declare     create what is missing at start (needs the configure permission)
     log_setup   called in child processes of consumers with isolation = "process"
+    on_ready    called once, when it first consumes
 
     `run` returns after `stop` and raises for what trying again cannot mend: ConfigurationError,
     TopologyError at the first session, a permanent ConnectError.
@@ -89,6 +97,7 @@ class Worker:
         queues: Collection[str] = (),
         declare: bool = False,
         log_setup: Callable[[], None] | None = None,
+        on_ready: Callable[[], None] | None = None,
     ) -> None:
         self._app = app
         self._settings = settings or Settings()
@@ -100,6 +109,7 @@ class Worker:
         self._topology = topology_of(type(consumer) for consumer in self._consumers)
         self._declare = declare
         self._log_setup = log_setup
+        self._on_ready = on_ready
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._handlings: list[Handling] = []
@@ -225,6 +235,8 @@ class Worker:
             if self._stop.is_set():
                 return
             for handling in self._handlings:
+                if self._worked:
+                    handling.calm_from = time.monotonic() + SHAKEN
                 for _ in range(handling.kind.concurrency):
                     slot = asyncio.create_task(self._slot(connection, handling))
                     self._slots.add(slot)
@@ -341,6 +353,9 @@ class Worker:
         try:
             await channel.basic_qos(prefetch_count=1, timeout=RPC_TIMEOUT)
             await channel.basic_consume(queue, on_message, consumer_tag=tag, timeout=RPC_TIMEOUT)
+            if self._on_ready is not None:
+                on_ready, self._on_ready = self._on_ready, None
+                on_ready()
             first: list[asyncio.Future[Any]] = [ended, stopping, pump]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if pump.done() and not ended.done():

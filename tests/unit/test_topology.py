@@ -46,6 +46,10 @@ GOLDEN: dict[str, dict[str, Any]] = {
         "x-delivery-limit": 7,
         "x-consumer-disconnected-timeout": 2000,
     },
+    "images.resize.crashed.1s": {**WAITS_THEN_HOME, "x-message-ttl": 1000},
+    "images.resize.crashed.2s": {**WAITS_THEN_HOME, "x-message-ttl": 2000},
+    "images.resize.crashed.4s": {**WAITS_THEN_HOME, "x-message-ttl": 4000},
+    "images.resize.crashed.8s": {**WAITS_THEN_HOME, "x-message-ttl": 8000},
     "images.resize.parked": {"x-queue-type": "quorum", "x-delivery-limit": 2147483647},
     "images.resize.retry.1.500ms": {**WAITS_THEN_HOME, "x-message-ttl": 500},
     "images.resize.retry.1.1s": {**WAITS_THEN_HOME, "x-message-ttl": 1000},
@@ -59,8 +63,7 @@ def test_names_and_arguments_are_these() -> None:
     topology = topology_of([RESIZE])
     assert {queue.name: queue.arguments for queue in topology.queues} == GOLDEN
     assert {queue.name: queue.role for queue in topology.queues} == {
-        name: "main" if name == "images.resize" else "parked" if "parked" in name else "retry"
-        for name in GOLDEN
+        name: name.split(".")[2] if name != "images.resize" else "main" for name in GOLDEN
     }
 
 
@@ -99,6 +102,7 @@ def test_the_tree_names_every_queue() -> None:
     assert all(f"{name} " in text for name in GOLDEN)
     assert "images.resize   (quorum, delivery limit 7)" in text
     assert "images.resize.retry.2.2s   waits 2s, then back to images.resize" in text
+    assert "images.resize.crashed.4s   waits 4s, where workers died, then back" in text
 
 
 # --- collisions ---------------------------------------------------------------------------------
@@ -122,17 +126,20 @@ def test_two_consumers_cannot_take_one_queue(kinds: list[type[Consumer[Any]]], t
     [
         ("x.parked", "x-parked"), (".parked", "-parked"), ("a.parked.parked", "a-parked-parked"),
         ("x.retry.1.500ms", "x-retry.1.500ms"), ("x.retry.12.3d", "x-retry.12.3d"),
-        ("x.retry.1.1s.parked", "x-retry.1.1s-parked"),
+        ("x.retry.1.1s.parked", "x-retry.1.1s-parked"), ("x.crashed.4s", "x-crashed.4s"),
     ],
 )  # fmt: skip
-def test_no_main_queue_can_be_taken_for_a_parking_or_a_retry_queue(name: str, instead: str) -> None:
+def test_no_main_queue_can_be_taken_for_one_that_serves_another(name: str, instead: str) -> None:
     with pytest.raises(ConfigurationError) as refused:
         topology_of([consumer(name)])
     assert str(refused.value).endswith(f"take another ending, such as {instead!r}")
     topology_of([consumer(instead)])
 
 
-@pytest.mark.parametrize("name", ["parked", "x.parked.y", "x.retry", "x.retry.1", "x.retry.1.1w"])
+@pytest.mark.parametrize(
+    "name",
+    ["parked", "x.parked.y", "x.retry", "x.retry.1", "x.retry.1.1w", "x.crashed", "x.crashed.1w"],
+)
 def test_names_that_only_look_like_theirs_are_taken(name: str) -> None:
     topology_of([consumer(name)])
 
@@ -143,7 +150,7 @@ def test_names_that_only_look_like_theirs_are_taken(name: str) -> None:
 @pytest.mark.parametrize(
     ("retry", "suffix"),
     [
-        (RetryPolicy(attempts=1), ".parked"),
+        (RetryPolicy(attempts=1), ".crashed.1s"),
         (RetryPolicy(attempts=2), ".retry.1.250ms"),
         (RetryPolicy(delays=(timedelta(1), timedelta(milliseconds=86_400_001))),
          ".retry.2.86400001ms"),
@@ -163,7 +170,7 @@ def test_the_longest_derived_name_may_have_255_bytes_and_no_more(
 def test_a_name_that_is_too_long_is_told_once_how_much_shorter() -> None:
     with pytest.raises(ConfigurationError) as refused:
         topology_of([consumer("q" * 300)])
-    assert "its parked queue's name" in str(refused.value)
+    assert "its crashed queue's name" in str(refused.value)
     topology_of([consumer("q" * (300 - int(str(refused.value).split()[-2])))])
 
 
