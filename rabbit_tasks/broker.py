@@ -6,11 +6,15 @@ What depends on how aio-pika 10.2 and aiormq 7.2 behave stands here and in frame
 from __future__ import annotations
 
 import asyncio
+import logging
+import random
 import re
 import shlex
+import socket
 import ssl
+import time
 import uuid
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime
 from operator import length_hint
@@ -33,13 +37,21 @@ from rabbit_tasks.settings import PREFIX, Address, Settings
 
 B = TypeVar("B")
 
+log = logging.getLogger("rabbit_tasks")
+
 RPC_TIMEOUT: Final = 10.0
 """Seconds for the broker to answer a declare, a consume, an opened channel."""
 ALONE_FROM: Final = 1_048_576
 """Bytes of a body from which a message is published on a channel of its own."""
 UNANSWERED_KEPT: Final = 100_000
 CLOSE_TIMEOUT: Final = 3.0
-"""Seconds for the broker to answer a close before the socket is dropped."""
+"""Seconds for the broker to answer a close before the socket is dropped.
+
+(A channel's close that is not answered costs its connection: aiormq 7.2 sends it a second time when
+it gives up, and a broker that comes to itself answers that with 504. Nothing public prevents it.)
+"""
+_PASSES: Final = 20
+"""Of the event loop, for the client library's tasks to end after their socket is gone. It takes 5."""
 
 LOST: Final = (ConnectionError, amqp.AMQPConnectionError, amqp.ChannelInvalidStateError,
                amqp.ChannelClosed)  # fmt: skip
@@ -64,12 +76,19 @@ def words(error: BaseException) -> str:
 
 
 class Connection(aio_pika.Connection):
-    """A plain connection whose deliveries keep their properties as bytes."""
+    """A plain connection whose deliveries keep their properties as bytes.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    on_blocked  called with True when the broker begins to hold publishers back, with False when it
+                takes messages again
+    """
+
+    def __init__(self, *args: Any, ip: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.address: Address | None = None
-        self._factory = RawProperties()
+        self.on_blocked: Callable[[bool], None] = lambda _: None
+        self._blocked_at: float | None = None
+        self._factory = RawProperties(ip)
+        self._factory.on_blocked = self._tell_blocked
         self.kwargs["transport_factory"] = self._factory
 
     @property
@@ -116,9 +135,33 @@ class Connection(aio_pika.Connection):
     def server_version(self) -> str:
         return str(self._amqp.server_properties.get("version", "?"))
 
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a memory or disk alarm of the broker holds publishers back, as far as it said so."""
+        return self._blocked_at is not None and not self.is_lost
+
     async def unblocked(self) -> None:
-        """Wait while a memory or disk alarm of the broker holds publishers back."""
-        await self._amqp.ready()
+        """Wait while the broker holds publishers back; returns also when the connection is lost."""
+        if self.is_blocked:
+            lost, ready = self._amqp.closing, asyncio.create_task(self._amqp.ready())
+            try:
+                await asyncio.wait([lost, ready], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                lost.cancel()
+                ready.cancel()
+
+    def _tell_blocked(self, reason: str | None) -> None:
+        if reason is not None and self._blocked_at is None:
+            self._blocked_at = time.monotonic()
+            log.warning(
+                "%s holds publishers back (%s): what is published here waits, acks go on; look at: "
+                "rabbitmq-diagnostics alarms", self.address, reason,
+            )  # fmt: skip
+        elif reason is None and self._blocked_at is not None:
+            waited = time.monotonic() - self._blocked_at
+            self._blocked_at = None
+            log.warning("%s takes messages again, after %.1f s", self.address, waited)
+        self.on_blocked(reason is not None)
 
     async def open(self, *, confirms: bool = False) -> Channel:
         """A new channel; a returned message raises."""
@@ -132,10 +175,10 @@ class Connection(aio_pika.Connection):
         assert isinstance(channel, Channel)
         return channel
 
-    async def end(self) -> None:
-        """Close; a broker that does not answer within 3 s loses its socket."""
+    async def end(self, within: float = CLOSE_TIMEOUT) -> None:
+        """Close; a broker that does not answer within so many seconds loses its socket."""
         try:
-            async with asyncio.timeout(CLOSE_TIMEOUT):
+            async with asyncio.timeout(within):
                 await self.close()
         except asyncio.CancelledError:
             if is_cancelled():
@@ -143,11 +186,26 @@ class Connection(aio_pika.Connection):
         except Exception:
             pass  # it is gone, and that is what we want
         finally:
-            self._factory.abort()
+            self.abort()
+            await _passes()
+
+    def abort(self) -> None:
+        """Drop the socket: whoever waits for the broker is told at once that it is gone."""
+        self._factory.abort()
+
+
+async def _passes() -> None:
+    """Let the client library's tasks end: of one that is left, asyncio would complain at the exit."""
+    for _ in range(_PASSES):
+        await asyncio.sleep(0)
 
 
 async def connect(settings: Settings, purpose: str) -> Connection:
     """A connection to the first node that lets us in; `purpose` is seen in the broker's lists.
+
+    The nodes are tried in an order drawn by lot, with every address that their names have at this
+    moment: of many workers that lost one node, not all come to the same other one, and a node that
+    hangs is not the first one each time.
 
     Bounded by `connect_timeout`. ConnectError says for each node what was wrong and which setting
     decides it; it is permanent where every node said no for good.
@@ -156,20 +214,53 @@ async def connect(settings: Settings, purpose: str) -> Connection:
     addresses = settings.addresses()
     context = settings.tls() if any(address.tls for address in addresses) else None
     deadline = asyncio.get_running_loop().time() + settings.connect_timeout.total_seconds()
-    for i, address in enumerate(addresses):
-        share = max(0.1, deadline - asyncio.get_running_loop().time()) / (len(addresses) - i)
+    nodes = random.sample(addresses, len(addresses))
+    for i, address in enumerate(nodes):
         try:
-            return await _connect(settings, address, context, purpose, share)
+            ips = await _resolve(address, _share(deadline, len(nodes) - i))
         except ConnectError as failure:
             failures.append(failure)
+            continue
+        for j, ip in enumerate(ips):
+            share = _share(deadline, len(nodes) - i + len(ips) - j - 1)
+            try:
+                return await _connect(settings, address, ip, context, purpose, share)
+            except ConnectError as failure:
+                failures.append(failure)
     raise ConnectError(
         "; ".join(dict.fromkeys(str(failure) for failure in failures)),
         permanent=all(failure.permanent for failure in failures),
     )
 
 
+def _share(deadline: float, parts: int) -> float:
+    return max(0.1, deadline - asyncio.get_running_loop().time()) / parts
+
+
+async def _resolve(address: Address, within: float) -> list[str]:
+    """The addresses of a node's name, asked for anew each time, in an order drawn by lot."""
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(within):
+            found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except TimeoutError:
+        raise ConnectError(
+            f"{address} cannot be reached: no address for its name within {within:.1f} s "
+            "(RABBIT_TASKS_URL; is the name server well?)"
+        ) from None
+    except (OSError, UnicodeError) as error:
+        raise _why(address, error, None) from None
+    ips = list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in found))
+    return random.sample(ips, len(ips))
+
+
 async def _connect(
-    settings: Settings, address: Address, tls: ssl.SSLContext | None, purpose: str, share: float
+    settings: Settings,
+    address: Address,
+    ip: str,
+    tls: ssl.SSLContext | None,
+    purpose: str,
+    share: float,
 ) -> Connection:
     connection = Connection(
         make_url(
@@ -185,23 +276,32 @@ async def _connect(
         client_properties={
             "connection_name": f"rabbit-tasks {purpose}", "product": "rabbit_tasks",
         },
+        ip=ip,
     )  # fmt: skip
+    connection.address = address
+    handshake = asyncio.create_task(connection.connect())
+    is_in = False
     try:
-        async with asyncio.timeout(share):
-            await connection.connect()
-        connection.address = address
+        done, _ = await asyncio.wait([handshake], timeout=share)
+        if not done:
+            raise ConnectError(
+                f"{address} did not answer within {share:.1f} s (RABBIT_TASKS_URL; is it a RabbitMQ "
+                f"{'TLS ' if address.tls else ''}port? is a firewall in between?)"
+            )
+        if handshake.cancelled():
+            raise ConnectError(f"{address} closed the connection (RABBIT_TASKS_URL)")
+        handshake.result()
+        is_in = True
         return connection
-    except TimeoutError:
-        raise ConnectError(
-            f"{address} did not answer within {share:.1f} s (RABBIT_TASKS_URL; is it a RabbitMQ "
-            f"{'TLS ' if address.tls else ''}port? is a firewall in between?)"
-        ) from None
-    except asyncio.CancelledError:
-        if is_cancelled():
-            raise
-        raise ConnectError(f"{address} closed the connection (RABBIT_TASKS_URL)") from None
     except (OSError, amqp.AMQPError, RuntimeError) as error:
         raise _why(address, error, connection.close_reason) from None
+    finally:
+        if not is_in:
+            # Its socket goes first: then whatever the library waits for ends by itself.
+            connection.abort()
+            handshake.cancel()
+            await _passes()
+            await connection.end(within=0)
 
 
 def _why(address: Address, error: Exception, close: tuple[int, str] | None) -> ConnectError:
@@ -220,6 +320,10 @@ def _why(address: Address, error: Exception, close: tuple[int, str] | None) -> C
             f"RABBIT_TASKS_VHOST); create it: rabbitmqctl add_vhost {shlex.quote(address.vhost)}",
             permanent=True,
         )
+    if code == 530 and re.search(r"\b(limit|down)\b", said):
+        # As many connections as are allowed, of which some may be those that we have just lost; or
+        # a virtual host that is not up yet after the broker's start.
+        return ConnectError(f"{address} lets nobody in for now (RABBIT_TASKS_URL): {said}")
     if code == 530:
         return ConnectError(
             f"{address} does not let user {address.user!r} into virtual host {address.vhost!r} "
@@ -287,11 +391,16 @@ class Publisher:
 
     Open one per process with `Publisher.open` and keep it. It may be used from many tasks at once;
     a lost connection is opened again at the next publish.
+
+    patient     the time for which the broker holds publishers back (a memory or disk alarm) does not
+                count against `publish_timeout`: such a publish waits until the alarm is over
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, patient: bool = False) -> None:
         self._settings = settings
         self._timeout = settings.publish_timeout.total_seconds()
+        self._patient = patient
+        self._limits: set[asyncio.Timeout] = set()
         self._connection: Connection | None = None
         self._opening = asyncio.Lock()
         # One channel per exchange: publishing to a missing exchange closes the channel under every
@@ -323,15 +432,34 @@ class Publisher:
                 if self._connection is not None:
                     await self._connection.end()
                 self._connection = await connect(self._settings, "publisher")
+                self._connection.on_blocked = self._set_limits
+                self._set_limits(False)
             return self._connection
 
-    async def close(self) -> None:
-        """Wait for what is on its way, 3 s at most, and close for good."""
+    async def close(self, within: float = 2 * CLOSE_TIMEOUT) -> None:
+        """Wait for what is on its way, and close for good."""
         self._closed = True
         if self._in_flight:
-            await asyncio.wait(self._in_flight.values(), timeout=CLOSE_TIMEOUT)
+            await asyncio.wait(self._in_flight.values(), timeout=within / 2)
         if self._connection is not None:
-            await self._connection.end()
+            await self._connection.end(within / 2)
+
+    def abort(self) -> None:
+        """Close for good, at once: what is on its way is told that the connection is lost."""
+        self._closed = True
+        if self._connection is not None:
+            self._connection.abort()
+
+    def _set_limits(self, blocked: bool) -> None:
+        if self._patient:
+            now = asyncio.get_running_loop().time()
+            for limit in self._limits:
+                with suppress(RuntimeError):  # it has just expired
+                    limit.reschedule(None if blocked else now + self._timeout)
+
+    @property
+    def _is_blocked(self) -> bool:
+        return self._connection is not None and self._connection.is_blocked
 
     @property
     def _user(self) -> str | None:
@@ -453,9 +581,16 @@ class Publisher:
         where = f"{exchange!r} with key {key!r}" if exchange else f"queue {key!r}"
         channel: Channel | None = None
         sent = False
+        limit = asyncio.timeout(self._timeout)
         try:
-            async with asyncio.timeout(self._timeout):
+            async with limit:
+                self._limits.add(limit)
+                if self._patient and self._is_blocked:
+                    limit.reschedule(None)
                 while True:
+                    if self._connection is not None and self._is_blocked:
+                        # (Nor would opening a channel on it be answered.)
+                        await self._connection.unblocked()
                     if alone:
                         connection = await self.connect()
                         channel = await connection.open(confirms=True)
@@ -468,7 +603,6 @@ class Publisher:
                             f"{where}: properties and headers take {properties.frame_size()} bytes,"
                             f" more than the {connection.frame_max - FRAME_OVERHEAD} of a frame"
                         )
-                    await connection.unblocked()
                     try:
                         sent = True
                         await channel.basic_publish(
@@ -480,14 +614,17 @@ class Publisher:
                         sent = False  # closed before anything was written: open another
                         await asyncio.sleep(0)
         except TimeoutError:
+            if not limit.expired():
+                raise Unconfirmed(
+                    f"{where}: nothing was sent, the broker opened no channel within "
+                    f"{RPC_TIMEOUT:g} s", maybe_stored=False,
+                ) from None  # fmt: skip
             waited = f"within {self._timeout:g} s ({PREFIX}PUBLISH_TIMEOUT)"
+            if self._is_blocked:
+                waited += "; the broker holds publishers back: rabbitmq-diagnostics alarms"
             if sent:
                 raise Unconfirmed(f"{where}: not confirmed {waited}; it may be stored") from None
-            raise Unconfirmed(
-                f"{where}: nothing was sent {waited}; if the broker is up, it holds publishers back: "
-                "rabbitmq-diagnostics alarms",
-                maybe_stored=False,
-            ) from None
+            raise Unconfirmed(f"{where}: nothing was sent {waited}", maybe_stored=False) from None
         except ConnectError as error:
             raise Unconfirmed(f"{where}: nothing was sent, {error}", maybe_stored=False) from error
         except asyncio.CancelledError:
@@ -505,6 +642,7 @@ class Publisher:
         except (amqp.AMQPError, OSError, RuntimeError) as error:
             raise _refusal(where, exchange, error, sent=sent) from None
         finally:
+            self._limits.discard(limit)
             if alone and channel is not None:
                 with suppress(Exception):
                     await channel.close(timeout=CLOSE_TIMEOUT)

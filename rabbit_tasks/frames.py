@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from aiormq.abc import DeliveredMessage
@@ -23,12 +23,18 @@ class RawProperties(TransportFactory):
     """Opens sockets whose reader hides the property list from the client library's decoder.
 
     That decoder loses types and closes the connection on text that is not UTF-8 or a timestamp
-    beyond the year 9999, and then again on the redelivery.
+    beyond the year 9999, and then again on the redelivery. The reader also sees what the library
+    keeps to itself: why the broker closed the connection, and whether it holds publishers back.
+
+    ip          connect to this address of the host, and not to the first that its name has
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ip: str | None = None) -> None:
+        self._ip = ip
         self._writer: asyncio.StreamWriter | None = None
         self._reader: _FrameReader | None = None
+        self.on_blocked: Callable[[str | None], None] = lambda _: None
+        """Called with the broker's reason when it holds publishers back, with None when it ends."""
 
     @property
     def close_reason(self) -> tuple[int, str] | None:
@@ -43,16 +49,22 @@ class RawProperties(TransportFactory):
         assert url.host is not None
         assert url.port is not None
         loop = asyncio.get_running_loop()
-        reader = _FrameReader(limit=2**20, loop=loop)
+        reader = _FrameReader(self, limit=2**20, loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         transport, _ = await loop.create_connection(
-            lambda: protocol, url.host, url.port, ssl=context, **kwargs
+            lambda: protocol,
+            self._ip or url.host,
+            url.port,
+            ssl=context,
+            server_hostname=url.host if context else None,
+            **kwargs,
         )
         self._reader = reader
         self._writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         return reader, self._writer
 
     def abort(self) -> None:
+        """Drop the socket: whoever waits for something on it is told so at once."""
         if self._writer is not None:
             self._writer.transport.abort()
 
@@ -60,6 +72,8 @@ class RawProperties(TransportFactory):
 _METHOD, _HEADER = 1, 2
 _RETURN: Final = b"\x00\x3c\x00\x32"
 _CLOSE: Final = b"\x00\x0a\x00\x32"
+_BLOCKED: Final = b"\x00\x0a\x00\x3c"
+_UNBLOCKED: Final = b"\x00\x0a\x00\x3d"
 _HEADERS_ONLY: Final = (1 << 13).to_bytes(2, "big")
 _HEADERS_AND_ID: Final = (1 << 13 | 1 << 7).to_bytes(2, "big")
 
@@ -70,8 +84,11 @@ class _FrameReader(asyncio.StreamReader):
     A returned message's header also carries the id by which the library finds its publish.
     """
 
-    def __init__(self, *, limit: int, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, factory: RawProperties, *, limit: int, loop: asyncio.AbstractEventLoop
+    ) -> None:
         super().__init__(limit=limit, loop=loop)
+        self._factory = factory
         self.close_reason: tuple[int, str] | None = None
         self._frame = b""
         self._at = 0
@@ -94,8 +111,10 @@ class _FrameReader(asyncio.StreamReader):
             self._returned.add(head[1:3])
         if head[0] == _METHOD and rest[:4] == _CLOSE:
             # The library loses this text when it waits for another frame, as for Open-Ok.
-            text = rest[7 : 7 + rest[6]].decode("utf-8", "replace")
-            self.close_reason = (int.from_bytes(rest[4:6], "big"), text)
+            self.close_reason = (int.from_bytes(rest[4:6], "big"), _short_text(rest[6:]))
+        if head[0] == _METHOD and rest[:4] in (_BLOCKED, _UNBLOCKED):
+            blocked = rest[:4] == _BLOCKED
+            self._factory.on_blocked(_short_text(rest[4:]) if blocked else None)
         if head[0] != _HEADER:
             return head + rest
         raw = rest[12:-1]
@@ -108,6 +127,10 @@ class _FrameReader(asyncio.StreamReader):
             flags, fields = _HEADERS_AND_ID, fields + bytes([len(found)]) + found
         payload = rest[:12] + flags + fields
         return head[:3] + len(payload).to_bytes(4, "big") + payload + rest[-1:]
+
+
+def _short_text(raw: bytes) -> str:
+    return raw[1 : 1 + raw[0]].decode("utf-8", "replace")
 
 
 def properties_of(message: DeliveredMessage) -> Properties:
