@@ -59,6 +59,7 @@ class _Values(TypedDict, total=False):
     publish_timeout: _Duration
     grace: _Duration
     reconnect_cap: _Duration
+    restart_cap: _Duration
     error_stack: bool | None
     worker_name: str | None
 
@@ -81,6 +82,7 @@ class Settings(BaseSettings):
     publish_timeout     for the broker's answer to a publish
     grace               how long a stopping worker lets the current messages finish
     reconnect_cap       the longest pause between two attempts to connect
+    restart_cap         the longest pause before a supervisor replaces a worker that died
     error_stack         False: leave stack traces out of message headers
     worker_name         in logs and histories (default: host name and process id)
 
@@ -107,6 +109,7 @@ class Settings(BaseSettings):
     publish_timeout: Annotated[timedelta, Field(gt=timedelta()), _READ] = timedelta(seconds=30)
     grace: Annotated[timedelta, Field(ge=timedelta()), _READ] = timedelta(seconds=30)
     reconnect_cap: Annotated[timedelta, Field(gt=timedelta()), _READ] = timedelta(seconds=10)
+    restart_cap: Annotated[timedelta, Field(gt=timedelta()), _READ] = timedelta(seconds=10)
     error_stack: bool = True
     worker_name: str | None = None
 

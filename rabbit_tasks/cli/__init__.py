@@ -90,6 +90,11 @@ def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(work)
 
 
+def exit_code(error: RabbitTasksError) -> int:
+    """2 where what we were given is wrong, 1 for the rest."""
+    return 2 if isinstance(error, ConfigurationError) else 1
+
+
 def tell(text: str) -> None:
     """Words for a person, on stderr."""
     typer.echo(text, err=True)
@@ -113,7 +118,7 @@ def main() -> None:
     except RabbitTasksError as error:
         for line in str(error).splitlines():
             tell(f"error: {line}")
-        sys.exit(2 if isinstance(error, ConfigurationError) else 1)
+        sys.exit(exit_code(error))
     except KeyboardInterrupt:
         tell("interrupted")
         sys.exit(130)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import threading
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rabbit_tasks.app import find_app
-from rabbit_tasks.cli import cli, run, settings_of, tell
+from rabbit_tasks.cli import cli, exit_code, run, settings_of, tell
 from rabbit_tasks.cli.logs import Format, configure
+from rabbit_tasks.errors import ConfigurationError, RabbitTasksError
 
 if TYPE_CHECKING:
+    from rabbit_tasks.settings import Settings
+    from rabbit_tasks.supervisor import Place
     from rabbit_tasks.worker import Worker
 
 
@@ -38,21 +43,65 @@ def work(
             metavar="DURATION", help="How long to finish after SIGTERM.", show_default="30s"
         ),
     ] = None,
+    processes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="So many workers, each in its process; one that dies is replaced.",
+            show_default="one, unsupervised",
+        ),
+    ] = None,
     log_format: Annotated[Format, typer.Option(help="How log lines look.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Run the app's consumers until SIGTERM or SIGINT."""
-    from rabbit_tasks.worker import Worker
-
     if log_level.lower() not in ("debug", "info", "warning", "error"):
         raise typer.BadParameter(f"{log_level!r} is not debug, info, warning or error")
     log_setup = partial(configure, log_format, log_level)
+    begin = partial(_work, context.obj.app, queues or (), declare, log_setup)
+    if processes is None:
+        log_setup()
+        begin(settings_of(context, grace=grace))
+        return
+
+    from rabbit_tasks.supervisor import MOST, Signals, Supervisor
+
+    if not re.fullmatch("[0-9]{1,9}", processes) or not 1 <= int(processes) <= MOST:
+        raise ConfigurationError(f"--processes is a number from 1 to {MOST}, not {processes!r}")
+    signals = Signals()
     log_setup()
     settings = settings_of(context, grace=grace)
-    app = find_app(context.obj.app)
-    worker = Worker(app, settings, queues=queues or (), declare=declare, log_setup=log_setup)
+    import rabbit_tasks.worker  # noqa: F401 (once, before the workers' processes part from this one)
+
+    place = Supervisor(int(processes), signals, settings).run()
+    if isinstance(place, int):
+        raise typer.Exit(place)
+    settings = settings.changed(worker_name=place.name(settings.worker_name))
     try:
-        run(_work(worker))
+        begin(settings, place)
+    except RabbitTasksError as error:
+        if place.gives_up(str(error)):
+            raise typer.Exit(exit_code(error)) from None
+        raise
+
+
+def _work(
+    app: str | None,
+    queues: Collection[str],
+    declare: bool,
+    log_setup: Callable[[], None],
+    settings: Settings,
+    place: Place | None = None,
+) -> None:
+    """A worker, alone or at its place among others."""
+    from rabbit_tasks.worker import Worker
+
+    worker = Worker(
+        find_app(app), settings, queues=queues, declare=declare, log_setup=log_setup,
+        on_ready=place.consumes if place else None,
+    )  # fmt: skip
+    try:
+        run(_until_stopped(worker, place))
     except SystemExit as error:
         # Not ours: we never exit in the event loop. With its code it could pass for a clean end.
         tell(
@@ -60,6 +109,9 @@ def work(
             "which ends the event loop; its message is delivered again, up to the delivery limit"
         )
         raise typer.Exit(1) from None
+    finally:
+        if place is not None:
+            place.detach()
     if any(
         not thread.daemon
         for thread in threading.enumerate()
@@ -72,10 +124,13 @@ def work(
         os._exit(0)
 
 
-async def _work(worker: Worker) -> None:
+async def _until_stopped(worker: Worker, place: Place | None) -> None:
     import asyncio
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, worker.stop)
+    if place is not None:
+        place.attach(worker.stop)
+    else:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, worker.stop)
     await worker.run()

@@ -16,14 +16,19 @@ from tests.support.brokers import ROOT
 
 
 class WorkerProcess:
-    """`rabbit-tasks work` in a process of its own, in its own process group."""
+    """`rabbit-tasks work` in a process of its own, in its own process group.
 
-    def __init__(self, url: str, folder: Path, *arguments: str, app: str, **env: str) -> None:
+    under   a command that runs it, such as `unshare --pid`
+    """
+
+    def __init__(
+        self, url: str, folder: Path, *arguments: str, app: str, under: str = "", **env: str
+    ) -> None:
         self.log_path = folder / f"worker-{time.monotonic_ns()}.log"
         self._log = self.log_path.open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rabbit_tasks", "--app", app, "work", "--log-format", "json",
-             *arguments],
+            [*under.split(), sys.executable, "-m", "rabbit_tasks", "--app", app, "work",
+             "--log-format", "json", *arguments],
             cwd=ROOT,
             env={**os.environ, "RABBIT_TASKS_URL": url, **env},
             stdout=self._log,
@@ -57,6 +62,11 @@ class WorkerProcess:
         """The process ids of its consumers' children."""
         return [pid for pid, _, parent, what in processes()
                 if parent == self.pid and "spawn_main" in what]  # fmt: skip
+
+    def workers(self) -> list[int]:
+        """The process ids of its workers, where it is a supervisor (or what `under` runs)."""
+        return [pid for pid, state, parent, what in processes()
+                if parent == self.pid and "rabbit_tasks" in what and state != "Z"]  # fmt: skip
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)

@@ -17,7 +17,7 @@ PACKAGE = Path(rabbit_tasks.__file__).parent
 FLOORS = [
     {"cli", "demo", "__main__"},
     {"rabbit_tasks"},  # the public names
-    {"worker", "testing"},
+    {"worker", "testing", "supervisor"},
     {"delivery", "parking", "declare", "watchdog"},
     {"handler", "isolation", "broker"},
     {"frames"},

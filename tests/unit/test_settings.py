@@ -185,6 +185,7 @@ def test_a_bad_duration_is_one_line_with_the_variable(value: Any) -> None:
         ({"connect_timeout": 0}, "RABBIT_TASKS_CONNECT_TIMEOUT: "),
         ({"publish_timeout": 0}, "RABBIT_TASKS_PUBLISH_TIMEOUT: "),
         ({"reconnect_cap": 0}, "RABBIT_TASKS_RECONNECT_CAP: "),
+        ({"restart_cap": 0}, "RABBIT_TASKS_RESTART_CAP: "),
         ({"tls_check_host": "perhaps"}, "RABBIT_TASKS_TLS_CHECK_HOST: "),
         ({"urll": "amqp://h"}, "RABBIT_TASKS_URLL: "),
         ({"password": 5}, "RABBIT_TASKS_PASSWORD: "),
