@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import socket
@@ -39,8 +40,8 @@ from rabbit_tasks.broker import (
     words,
 )
 from rabbit_tasks.consumer import Consumer
+from rabbit_tasks.deadline import Deadline
 from rabbit_tasks.delivery import (
-    PUT_BACK_TIMEOUT,
     SHAKEN,
     Delivery,
     DeliveryLost,
@@ -71,10 +72,12 @@ LONGEST_PAUSE: Final = 5.0
 """Seconds between two tries to consume from a queue, on a connection that lives."""
 HEALTHY: Final = 30.0
 """Seconds after which a session counts as a success, and the pauses begin small again."""
-MOMENT: Final = 1.0
+MOMENT: Final = 0.5
 """Seconds after the order to stop for what has not begun to consume."""
-LAST_WORDS: Final = 8.0
-"""Seconds after the grace time for settling what is decided and putting back what is not."""
+SOONEST: Final = 2.0
+"""Seconds that a stop may take in any case, however short the grace time, and at a second signal."""
+LONGEST_RESERVE: Final = 5.0
+"""Seconds of the grace time, or else a quarter of it, for putting back what handlers have not done."""
 
 
 class Worker:
@@ -84,9 +87,13 @@ class Worker:
     declare     create what is missing at start (needs the configure permission)
     log_setup   called in child processes of consumers with isolation = "process"
     on_ready    called once, when it first consumes
+    on_overdue  called in a thread of its own, with whether the worker had failed, at the moment when
+                its process should be gone and something that cannot be cancelled is in the way: a
+                blocked event loop, a thread
 
-    `run` returns after `stop` and raises for what trying again cannot mend: ConfigurationError,
-    TopologyError at the first session, a permanent ConnectError.
+    `run` returns after `stop`, within the grace time, or 2 s where that is shorter. It raises for what
+    trying again cannot mend: ConfigurationError, TopologyError at the first session, a permanent
+    ConnectError.
     """
 
     def __init__(
@@ -98,6 +105,7 @@ class Worker:
         declare: bool = False,
         log_setup: Callable[[], None] | None = None,
         on_ready: Callable[[], None] | None = None,
+        on_overdue: Callable[[bool], None] | None = None,
     ) -> None:
         self._app = app
         self._settings = settings or Settings()
@@ -110,6 +118,14 @@ class Worker:
         self._declare = declare
         self._log_setup = log_setup
         self._on_ready = on_ready
+        self._failed = False
+        self._asked = False
+        self._deadline = Deadline(lambda: on_overdue(self._failed)) if on_overdue else None
+        self._gone_by = math.inf
+        self._handlers_until = 0.0
+        self._publisher: Publisher | None = None
+        self._connection: Connection | None = None
+        self._connected_at = math.inf
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._handlings: list[Handling] = []
@@ -126,18 +142,45 @@ class Worker:
         Called again: do not wait any longer, put them back now.
         """
         if self._stop.is_set():
+            self._be_gone_within(SOONEST)
             self._stop_now.set()
         else:
-            grace = duration_text(self._settings.grace)
-            log.info("stopping: finishing what is in hand, up to %s", grace)
+            grace = self._settings.grace
+            log.info("stopping: finishing what is in hand, gone within %s", duration_text(grace))
+            self._be_gone_within(max(grace.total_seconds(), SOONEST))
+            self._handlers_until = time.monotonic() + grace.total_seconds() - self._reserve
         self._stop.set()
+
+    def asked(self) -> None:
+        """To be called in a signal's handler, before the event loop calls `stop`.
+
+        The loop may stand still, in a handler that blocks it; the time runs from now on all the same.
+        """
+        if self._deadline is not None:
+            grace = self._settings.grace.total_seconds()
+            again, self._asked = self._asked, True
+            self._deadline.set(time.monotonic() + (SOONEST if again else max(grace, SOONEST)))
+
+    def _be_gone_within(self, seconds: float) -> None:
+        self._gone_by = min(self._gone_by, time.monotonic() + seconds)
+        if self._deadline is not None:
+            self._deadline.set(self._gone_by)
+
+    @property
+    def _reserve(self) -> float:
+        """Seconds of the grace time that are not the handlers'."""
+        return min(LONGEST_RESERVE, self._settings.grace.total_seconds() / 4)
+
+    def _left(self, at_most: float = math.inf, *, but: float = 0.0) -> float:
+        """Seconds until we must be gone, less some that others need."""
+        return min(at_most, max(0.0, self._gone_by - time.monotonic() - but))
 
     async def run(self) -> None:
         """One session after another until asked to stop; jittered, capped pauses between them."""
         cap = self._settings.reconnect_cap.total_seconds()
         async with AsyncExitStack() as stack:
-            publisher = Publisher(self._settings)
-            stack.push_async_callback(publisher.close)
+            publisher = self._publisher = Publisher(self._settings, patient=True)
+            stack.push_async_callback(self._close_publisher)
             await self._unless_stopped(self._set_up(stack, publisher))
             if self._stop.is_set():
                 return
@@ -155,11 +198,11 @@ class Worker:
                 reraise=True,
             ):
                 with attempt:
-                    started = time.monotonic()
+                    self._connected_at = math.inf
                     try:
                         await self._session(publisher)
                     finally:
-                        if time.monotonic() - started > HEALTHY:
+                        if time.monotonic() - self._connected_at > HEALTHY:
                             attempt.retry_state.attempt_number = 1
 
     def _worth_another(self, error: BaseException) -> bool:
@@ -179,13 +222,12 @@ class Worker:
             self._handlings.append(handling)
             await handling.start()
         if self._app.lifespan is not None:
-            await stack.enter_async_context(_Lifespan(self._app.lifespan()))
+            await stack.enter_async_context(_Lifespan(self._app.lifespan(), self._left))
 
     async def _unless_stopped(self, work: Awaitable[T]) -> T | None:
         """The result; None where we were asked to stop first, and the work was given up.
 
-        Not before it had a moment to end by itself: given up amid a handshake, the client library
-        leaves tasks behind, whose fate asyncio then complains of.
+        Not before it had a moment to end by itself, as a lifespan that is just being entered may.
         """
         limit = asyncio.timeout(None)
 
@@ -229,6 +271,7 @@ class Worker:
         connection = await self._unless_stopped(connect(self._settings, f"worker {self.name}"))
         if connection is None:
             return
+        self._connection = connection
         try:
             await self._unless_stopped(publisher.connect())
             await self._unless_stopped(self._make_sure(connection))
@@ -248,6 +291,7 @@ class Worker:
                 extra={"fields": {"worker": self.name, "slots": len(self._slots)}},
             )  # fmt: skip
             self._worked = True
+            self._connected_at = time.monotonic()
             await _all_of(self._slots)
             if not self._stop.is_set():
                 code, text = connection.close_reason or (0, "")
@@ -260,7 +304,7 @@ class Worker:
             await _all_of(self._slots)
             raise
         finally:
-            await connection.end()
+            await connection.end(self._left(CLOSE_TIMEOUT))
 
     async def _make_sure(self, connection: Connection) -> None:
         """Create or look up what we need: TopologyError, but for a worker that has worked before.
@@ -368,7 +412,7 @@ class Worker:
             self._lose(pump, deliveries, handling)
             if not channel.is_closed:
                 with suppress(Exception):
-                    await channel.close(timeout=CLOSE_TIMEOUT)
+                    await channel.close(timeout=self._left(CLOSE_TIMEOUT))
 
     async def _leave(
         self,
@@ -382,7 +426,7 @@ class Worker:
         The channel's own close comes last and is answered last: so the acks before it are through.
         """
         with suppress(TimeoutError, *LOST):
-            await channel.basic_cancel(tag, timeout=CLOSE_TIMEOUT)
+            await channel.basic_cancel(tag, timeout=self._left(CLOSE_TIMEOUT))
         deliveries.put_nowait(None)
         await asyncio.wait([pump])
 
@@ -429,51 +473,80 @@ class Worker:
     # --- stopping -------------------------------------------------------------------------------
 
     async def _put_an_end(self) -> None:
-        """After the grace time: cancel what is not decided, give the rest time, then let go."""
+        """When the handlers' time is over: cancel what is not decided, put it back, then let go."""
         await self._stop.wait()
         with suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.grace.total_seconds()):
+            async with asyncio.timeout(max(0.0, self._handlers_until - time.monotonic())):
                 await self._stop_now.wait()
         for handling in self._handlings:
             handling.stopping.set()
+        reserve = self._left()
+        self._cancel_handlers()
+        # A handler that held on to the first cancellation is put back at the second. Only then may
+        # its channel go: without it nothing could be acked, and the copy would be one too many.
+        await _all_of(self._pumps, reserve * 0.4)
+        self._cancel_handlers()
+        await _all_of(self._pumps | self._slots, self._left(but=reserve * 0.2))
+        if in_hand := [self._in_hand[pump] for pump in self._pumps if pump in self._in_hand]:
+            log.warning(
+                "%d messages are neither settled nor put back, and the time is over: the broker "
+                "delivers them again", len(in_hand), extra={"fields": {"worker": self.name}},
+            )  # fmt: skip
+        for task in (*self._pumps, *self._slots):
+            task.cancel()
+        # Whoever still waits for the broker is told that it is gone.
+        if self._publisher is not None:
+            self._publisher.abort()
+        if self._connection is not None:
+            self._connection.abort()
+
+    def _cancel_handlers(self) -> None:
         for pump in self._pumps:
             delivery = self._in_hand.get(pump)
             if delivery is None or not delivery.settling:
                 pump.cancel()
-        await asyncio.sleep(LAST_WORDS)
-        # A handler that held on to the first cancellation is put back at the second. Only then may
-        # its channel go: without it nothing could be acked, and the copy would be one too many.
-        for pump in self._pumps:
-            pump.cancel()
-        await _all_of(self._pumps, PUT_BACK_TIMEOUT + 1)
-        for task in (*self._pumps, *self._slots):
-            task.cancel()
 
     async def _finish(self, stopper: asyncio.Task[None]) -> None:
         """Handlers whose connection was lost end like the others: in time, or cancelled."""
         if not self._stop.is_set():
+            self._failed = True
+            self._be_gone_within(max(self._settings.grace.total_seconds(), SOONEST))
             self._stop.set()
             self._stop_now.set()
-        await _all_of(self._pumps)
+        await _all_of(self._pumps, self._left())
         stopper.cancel()
+
+    async def _close_publisher(self) -> None:
+        if self._publisher is not None:
+            await self._publisher.close(self._left(2 * CLOSE_TIMEOUT))
 
 
 class _Lifespan(AbstractAsyncContextManager[None]):
     """An app's lifespan, kept from ending the worker as if all were well.
 
-    It may raise SystemExit(0), or swallow what the worker ended of.
+    It may raise SystemExit(0), or swallow what the worker ended of, or hang.
     """
 
-    def __init__(self, lifespan: AbstractAsyncContextManager[Any]) -> None:
+    def __init__(
+        self, lifespan: AbstractAsyncContextManager[Any], left: Callable[[], float]
+    ) -> None:
         self._lifespan = lifespan
+        self._left = left
 
     async def __aenter__(self) -> None:
         with _explained("the app's lifespan raised {} before the first message"):
             await self._lifespan.__aenter__()
 
     async def __aexit__(self, *error: Any) -> None:
-        with _explained("the app's lifespan raised {} after the last message", but=error[1]):
-            await self._lifespan.__aexit__(*error)
+        limit = asyncio.timeout(self._left() * 0.8)
+        try:
+            with _explained("the app's lifespan raised {} after the last message", but=error[1]):
+                async with limit:
+                    await self._lifespan.__aexit__(*error)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            log.error("the app's lifespan did not end within the grace time and was cancelled")
 
 
 @contextmanager

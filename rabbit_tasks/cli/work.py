@@ -98,7 +98,7 @@ def _work(
 
     worker = Worker(
         find_app(app), settings, queues=queues, declare=declare, log_setup=log_setup,
-        on_ready=place.consumes if place else None,
+        on_ready=place.consumes if place else None, on_overdue=_leave,
     )  # fmt: skip
     try:
         run(_until_stopped(worker, place))
@@ -124,6 +124,20 @@ def _work(
         os._exit(0)
 
 
+def _leave(failed: bool) -> None:
+    """The grace time is over, and something that cannot be cancelled holds us: a thread, the loop."""
+
+    def last_words() -> None:
+        logging.getLogger("rabbit_tasks").warning("the grace time is over: what still runs is left")
+        logging.shutdown()
+        sys.stdout.flush()
+
+    saying = threading.Thread(target=last_words, daemon=True)
+    saying.start()
+    saying.join(0.2)  # (what holds us may hold the logs as well)
+    os._exit(1 if failed else 0)
+
+
 async def _until_stopped(worker: Worker, place: Place | None) -> None:
     import asyncio
 
@@ -133,4 +147,6 @@ async def _until_stopped(worker: Worker, place: Place | None) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, worker.stop)
+            # The loop is told by other means; this is what runs where it stands still.
+            signal.signal(number, lambda *_: worker.asked())
     await worker.run()

@@ -18,7 +18,7 @@ FLOORS = [
     {"cli", "demo", "__main__"},
     {"rabbit_tasks"},  # the public names
     {"worker", "testing", "supervisor"},
-    {"delivery", "parking", "declare", "watchdog"},
+    {"delivery", "parking", "declare", "watchdog", "deadline"},
     {"handler", "isolation", "broker"},
     {"frames"},
     # ----- nothing below imports aio_pika -----
