@@ -6,15 +6,18 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from datetime import datetime
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from rabbit_tasks import App, Publisher, Settings
-from rabbit_tasks.broker import Connection
+from rabbit_tasks.broker import Connection, connect
 from rabbit_tasks.parking import ParkedMessage, browse
 from tests.conftest import eventually
 from tests.support import mortal
 from tests.support.brokers import Broker
+from tests.support.line import line
 from tests.support.mortal import Mortal
 from tests.support.obedient import Order
 from tests.support.queues import depth
@@ -135,21 +138,76 @@ async def test_a_failed_attempt_ends_the_count_of_deaths(
 # --- healthy interruptions ------------------------------------------------------------------------
 
 
-async def interrupted(
-    times: int, interrupt: Callable[[], Awaitable[None]], publisher: Publisher,
-    connection: Connection, runs: Runs, worker: Callable[[], WorkerProcess],
-) -> None:  # fmt: skip
-    """A message in hand all the while; and one for each time, which shows that the worker works."""
-    long = await publisher.publish(Mortal, Order(seconds=2 + 4 * times))
-    await eventually(lambda: runs.all("start", long), within=20)
-    for _ in range(times):
-        await interrupt()
-        assert worker().is_running
-    await eventually(lambda: runs.all("end", long), within=60 + 5 * times)
-    await eventually(lambda: _is_empty(connection), within=30)
-    assert await parked(connection) == []
-    assert "Traceback" not in worker().log
-
-
 async def _is_empty(connection: Connection) -> bool:
-    return all([await depth(connection, q.name) == 0 for q in mortal.app.topology.queues])
+    return all([await depth(connection, queue.name) == 0 for queue in mortal.app.topology.queues])
+
+
+@pytest.mark.parametrize(
+    "times", [6, pytest.param(30, marks=[pytest.mark.heavy, pytest.mark.timeout(600)])]
+)
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_lost_connections_park_nothing(
+    workers: int, times: int, publisher: Publisher, connection: Connection, broker: Broker,
+    vhost: str, declared: Declared, start_worker: Start, runs: Runs, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The message in hand is never settled meanwhile, and its broker counts each time."""
+    await declared(mortal.app)
+    async with line(broker) as one, line(broker) as another:
+        lines = [one, another][:workers]
+        fleet = [start_worker(app=APP, RABBIT_TASKS_URL=each.url(vhost)) for each in lines]
+        for worker in fleet:
+            await eventually(partial(_connected, worker, 1), within=30)
+        end = tmp_path / "end"
+        long = await publisher.publish(Mortal, Order(until=str(end)))
+        await eventually(lambda: runs.all("start", long), within=20)
+        for lost in range(times):
+            each, worker = lines[lost % workers], fleet[lost % workers]
+            before = worker.log.count("connected to RabbitMQ")
+            assert each.cut() > 0
+            await eventually(partial(_connected, worker, before + 1), within=30)
+        end.touch()
+        await eventually(lambda: runs.all("end", long))
+        await eventually(partial(_is_empty, connection), within=30)
+        assert len(runs.all("start", long)) <= workers  # never two at once in one process
+        for worker in fleet:
+            assert await asyncio.to_thread(worker.terminate, 10) == 0
+            assert "Traceback" not in worker.log
+
+
+@pytest.mark.parametrize(
+    ("verb", "times"),
+    [
+        ("kill", 3),
+        pytest.param("kill", 30, marks=[pytest.mark.heavy, pytest.mark.timeout(1200)]),
+        pytest.param("stop", 30, marks=[pytest.mark.heavy, pytest.mark.timeout(1200)]),
+    ],
+)
+async def test_broker_restarts_park_nothing(
+    verb: str, times: int, settings: Settings, broker: Broker, declared: Declared,
+    start_worker: Start, runs: Runs, tmp_path: Path,
+) -> None:  # fmt: skip
+    if not broker.can_be_hurt:
+        pytest.skip("this broker must not be stopped: RABBIT_TASKS_TEST_BROKER is not set")
+    await declared(mortal.app)
+    fleet = [start_worker(app=APP).ready() for _ in range(2)]
+    async with Publisher.open(settings) as publisher:
+        longs = await publisher.publish_many(Mortal, [Order(until=str(tmp_path / "end"))] * 2)
+    await eventually(lambda: {row["id"] for row in runs.all("start")} == set(longs))
+    await asyncio.sleep(2)  # a quorum queue's first half second does not survive a SIGKILL
+    for restarts in range(1, times + 1):
+        await asyncio.to_thread(broker.hurt, verb)
+        await asyncio.to_thread(broker.hurt, "start")
+        for worker in fleet:
+            await eventually(partial(_connected, worker, restarts + 1), within=40)
+    (tmp_path / "end").touch()
+    await eventually(lambda: {row["id"] for row in runs.all("end")} == set(longs))
+    opened = await connect(settings, "test")
+    await eventually(partial(_is_empty, opened), within=60)
+    await opened.end()
+    for worker in fleet:
+        assert await asyncio.to_thread(worker.terminate, 10) == 0
+        assert "Traceback" not in worker.log
+
+
+def _connected(worker: WorkerProcess, times: int) -> bool:
+    return worker.log.count("connected to RabbitMQ") >= times

@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -30,6 +31,8 @@ class Order(BaseModel):
     times: int = 10**9
     """Do it for so many attempts, then `ok`."""
     pad: str = ""
+    until: str = ""
+    """A file: it goes on once that is there (async handlers only)."""
 
 
 class Custom(BaseException):
@@ -77,6 +80,8 @@ def obey(order: Order, message: Message) -> None:
 
 async def run_async(order: Order, message: Message) -> None:
     record("start", message)
+    while order.until and not Path(order.until).exists():  # noqa: ASYNC240 (a test's own file)
+        await asyncio.sleep(0.02)
     if order.do != "block":
         await asyncio.sleep(order.seconds)
     obey(order, message)
