@@ -23,6 +23,10 @@ B = TypeVar("B")
 MAX_CONCURRENCY: Final = 1000
 """Slots of one consumer: each is a channel, and RabbitMQ's default channel_max is 2047."""
 
+MIN_ACK_TIMEOUT: Final = timedelta(minutes=1)
+MAX_ACK_TIMEOUT: Final = timedelta(days=49)
+"""Erlang's timers take 2^32 - 1 milliseconds."""
+
 MAX_FAULTS: Final = 1000
 """Faults of one body that are looked at."""
 
@@ -38,8 +42,19 @@ class Consumer(Generic[B]):
     retry           when to try again, when to park
     concurrency     slots: how many messages it handles at once, each with prefetch 1
     timeout         how long the handler may take; outlasting it is a failed attempt
+    ack_timeout     how long the broker waits for the ack before it delivers the message again, though
+                    the handler still runs; None: as the broker is configured, 30 minutes if nobody
+                    has changed it. Before RabbitMQ 3.12 its configuration alone decides.
+                    A redelivery to the same worker joins the run that goes on. Another worker starts
+                    a run of its own, and where every run takes too long the message goes from worker
+                    to worker, before 4.3 up to the delivery limit, since 4.3 for ever: a `timeout`
+                    shorter than this ends it
     isolation       "process": every slot's handler runs in a child process of its own, which can be
                     killed when its time is up and may crash without harm to the others
+    recycle_after   with isolation: a child process ends after so many messages, and a new one is
+                    there for the next
+    recycle_above   with isolation: a child process that has more MiB of memory than this after a
+                    message is replaced as soon as a new one has loaded
     delivery_limit  how often the broker delivers a message that is never settled, because its
                     worker dies with it, before the broker parks it: limit + 1 deliveries
     """
@@ -48,7 +63,10 @@ class Consumer(Generic[B]):
     retry: ClassVar[RetryPolicy] = RetryPolicy()
     concurrency: ClassVar[int] = 1
     timeout: ClassVar[timedelta | None] = None
+    ack_timeout: ClassVar[timedelta | None] = None
     isolation: ClassVar[Literal["process"] | None] = None
+    recycle_after: ClassVar[int | None] = None
+    recycle_above: ClassVar[int | None] = None
     delivery_limit: ClassVar[int] = 5
 
     def handle(self, body: B, message: Message, /) -> Awaitable[None] | None:
@@ -88,10 +106,32 @@ def check(cls: type[Consumer[Any]]) -> None:
             raise ConfigurationError(
                 f"{cls.__name__}.{name} is {value!r}; it takes a whole number from {low} to {high}"
             )
+    _check_isolation(cls)
+    _check_times(cls)
+    body_of(cls)
+
+
+def _check_isolation(cls: type[Consumer[Any]]) -> None:
     if cls.isolation not in (None, "process"):
         raise ConfigurationError(
             f'{cls.__name__}.isolation is {cls.isolation!r}; it takes "process" or None'
         )
+    for name, unit in (("recycle_after", "messages"), ("recycle_above", "MiB")):
+        value = getattr(cls, name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigurationError(
+                f"{cls.__name__}.{name} is {value!r}; it takes a whole number of {unit} from 1"
+            )
+        if cls.isolation is None:
+            raise ConfigurationError(
+                f"{cls.__name__} has {name}, but no child process to recycle; write "
+                'isolation = "process"'
+            )
+
+
+def _check_times(cls: type[Consumer[Any]]) -> None:
     if cls.timeout is not None:
         if not isinstance(cls.timeout, timedelta) or cls.timeout <= timedelta():
             raise ConfigurationError(
@@ -102,7 +142,22 @@ def check(cls: type[Consumer[Any]]) -> None:
                 f"{cls.__name__} has a timeout, but its handler runs in a thread, which cannot be "
                 'stopped; write isolation = "process", or make handle async'
             )
-    body_of(cls)
+    if cls.ack_timeout is None:
+        return
+    if not isinstance(cls.ack_timeout, timedelta):
+        raise ConfigurationError(
+            f"{cls.__name__}.ack_timeout is {cls.ack_timeout!r}; write timedelta(hours=1)"
+        )
+    if not MIN_ACK_TIMEOUT <= cls.ack_timeout <= MAX_ACK_TIMEOUT:
+        raise ConfigurationError(
+            f"{cls.__name__}.ack_timeout is {cls.ack_timeout}; it takes {MIN_ACK_TIMEOUT} (the broker "
+            f"may look once a minute only) to {MAX_ACK_TIMEOUT.days} days"
+        )
+    if cls.timeout is not None and cls.ack_timeout <= cls.timeout:
+        raise ConfigurationError(
+            f"{cls.__name__}.ack_timeout, {cls.ack_timeout}, must be longer than its timeout, "
+            f"{cls.timeout}, or the broker delivers the message again while its handler may still run"
+        )
 
 
 def _check_handler(cls: type[Consumer[Any]]) -> None:

@@ -45,7 +45,7 @@ async def test_a_handler_whose_time_is_up_is_killed_and_tried_again(
 
 DEEDS = {
     "segv": "was killed by SIGSEGV",
-    "kill": "was killed by SIGKILL",
+    "kill": "was killed by SIGKILL, perhaps by the kernel, out of memory",
     "vanish": "exit code 7",
     "exit": "SystemExit: 3",
     "interrupt": "KeyboardInterrupt",
@@ -98,7 +98,7 @@ async def test_a_child_that_died_while_it_was_idle_costs_no_message_an_attempt(
     assert worker.handlers() == [runs.all("end")[0]["pid"]]
 
 
-async def test_what_a_handler_prints_is_kept_though_its_process_is_killed(
+async def test_what_a_handler_prints_and_logs_is_kept_though_its_process_is_killed(
     publisher: Publisher, declared: Declared, start_worker: Start, runs: Runs
 ) -> None:
     await declared(unruly.app)
@@ -111,13 +111,14 @@ async def test_what_a_handler_prints_is_kept_though_its_process_is_killed(
     await eventually(lambda: "killed by SIGABRT" in worker.log)
     assert "the handler says hello" in worker.log
     assert "the handler says die" in worker.log
+    assert any(line["message"] == "the handler logs die" for line in worker.lines())
     assert await asyncio.to_thread(worker.terminate, 8) == 0
 
 
 @pytest.mark.parametrize(
     ("app", "words"),
     [
-        ("unpicklable", ("Open has isolation", "cannot pickle '_thread.lock' object", "paths")),
+        ("unpicklable", ("Open has isolation", "its lock: cannot pickle '_thread.lock'", "paths")),
         ("unloadable", ("Unloadable cannot be loaded", "OSError: the licence server")),
     ],
 )

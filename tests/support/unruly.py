@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import threading
@@ -68,6 +69,7 @@ class Talks(Consumer[str]):
 
     def handle(self, body: str, message: Message) -> None:
         print(f"the handler says {body}")  # noqa: T201 (what is tested)
+        logging.getLogger("unruly").info("the handler logs %s", body)
         if body == "die":
             os.abort()
         record("end", message)

@@ -315,6 +315,18 @@ def test_these_handlers_will_do(handler: Any) -> None:
         ({"timeout": timedelta(seconds=-1)}, "Made.timeout is"),
         ({"timeout": timedelta(seconds=1), "handle": in_thread},
          'Made has a timeout, but its handler runs in a thread, .*; write isolation = "process"'),
+        ({"recycle_after": 5}, 'Made has recycle_after, but no child .*; write isolation = "process"'),
+        ({"recycle_above": 5}, "Made has recycle_above, but no child process to recycle"),
+        ({"recycle_after": 0, "isolation": "process"},
+         "Made.recycle_after is 0; it takes a whole number of messages from 1"),
+        ({"recycle_after": True, "isolation": "process"}, "Made.recycle_after is True"),
+        ({"recycle_above": 1.5, "isolation": "process"},
+         "Made.recycle_above is 1.5; it takes a whole number of MiB from 1"),
+        ({"ack_timeout": 60}, r"Made.ack_timeout is 60; write timedelta\(hours=1\)"),
+        ({"ack_timeout": timedelta(seconds=59)}, r"Made.ack_timeout is 0:00:59; it takes 0:01:00 \("),
+        ({"ack_timeout": timedelta(days=50)}, "Made.ack_timeout is 50 days.* to 49 days"),
+        ({"ack_timeout": timedelta(hours=1), "timeout": timedelta(hours=1)},
+         "Made.ack_timeout, 1:00:00, must be longer than its timeout, 1:00:00, or the broker"),
     ],
 )  # fmt: skip
 def test_a_class_that_cannot_work_is_refused(attributes: dict[str, Any], text: str) -> None:
@@ -326,6 +338,14 @@ def test_a_class_that_cannot_work_is_refused(attributes: dict[str, Any], text: s
 def test_process_isolation_takes_a_timeout_with_any_handler(handler: Any) -> None:
     limits = {"timeout": timedelta(seconds=1), "isolation": "process"}
     type("Made", (Consumer,), {"queue": "q", "handle": handler, **limits})
+
+
+def test_these_limits_will_do() -> None:
+    limits = {"timeout": timedelta(minutes=59), "ack_timeout": timedelta(hours=1)}
+    recycled = {"isolation": "process", "recycle_after": 1, "recycle_above": 1}
+    type("Made", (Consumer,), {"queue": "q", "handle": plain, **limits, **recycled})
+    for edge in (timedelta(minutes=1), timedelta(days=49)):
+        type("Made", (Consumer,), {"queue": "q", "handle": in_thread, "ack_timeout": edge})
 
 
 class Opaque:

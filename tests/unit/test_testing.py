@@ -150,7 +150,11 @@ async def test_whatever_a_handler_raises_becomes_an_outcome(
     [
         ("ValueError", RetryAfter, "no"),
         ("Park", Parked, "no such image"),
-        ("kill", RetryAfter, "the handler's process was killed by SIGKILL"),
+        (
+            "kill",
+            RetryAfter,
+            "the handler's process was killed by SIGKILL, perhaps by the kernel, out of memory",
+        ),
         ("wait", RetryAfter, "the handler outlasted its 1 s and was killed"),
     ],
 )
