@@ -108,7 +108,7 @@ def no_constant(name: str) -> None:
 def main() -> None:
     """The `rabbit-tasks` command."""
     # Each module registers its commands; here, because they need what stands above.
-    from rabbit_tasks.cli import demo, parked, publish, topology, work  # noqa: F401
+    from rabbit_tasks.cli import chaos, demo, parked, publish, topology, work  # noqa: F401
 
     # Or else Python prints what the client libraries say of a refused connection, beside our line.
     for name in ("aiormq", "aio_pika"):

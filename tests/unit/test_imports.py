@@ -16,6 +16,7 @@ PACKAGE = Path(rabbit_tasks.__file__).parent
 # From the top of the house to its ground. A module imports from lower floors only.
 FLOORS = [
     {"cli", "demo", "__main__"},
+    {"chaos"},
     {"rabbit_tasks"},  # the public names
     {"worker", "testing", "supervisor"},
     {"delivery", "parking", "declare", "watchdog", "deadline"},
