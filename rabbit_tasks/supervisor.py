@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -111,22 +112,33 @@ class Place:
     def __init__(self, number: int, line: socket.socket) -> None:
         self.number = number
         self._line = line
+        self._lock = threading.RLock()  # (a signal may come while another is handled)
         self._signals = 0
         self._orders = 0
         self._obeyed = 0
-        self._stop: Callable[[], None] = lambda: None
+        self._obey: Callable[[], None] = lambda: None
 
     def name(self, given: str | None) -> str | None:
         """The worker's name, where the settings give all of them one."""
         return given and f"{given}-{self.number}"
 
-    def attach(self, stop: Callable[[], None]) -> None:
-        """Call `stop` when the supervisor, or a signal, says so; in the running event loop."""
+    def attach(self, stop: Callable[[], None], asked: Callable[[], None]) -> None:
+        """When the supervisor, or a signal, says so: call `asked`, and `stop` in the running loop.
+
+        The first one at once, be it in another thread or in a signal's handler: the loop may stand
+        still.
+        """
         loop = asyncio.get_running_loop()
-        self._stop = stop
+
+        def obey() -> None:
+            asked()
+            with suppress(RuntimeError):  # the loop is over
+                loop.call_soon_threadsafe(stop)
+
+        self._obey = obey
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
-        loop.add_reader(self._line, self._ordered)
+            signal.signal(number, lambda *_: self._heard(signals=1))
+        threading.Thread(target=self._listen, name="rabbit-tasks-place", daemon=True).start()
         self._tell(_LOADED)
 
     def detach(self) -> None:
@@ -140,7 +152,6 @@ class Place:
 
     def gives_up(self, why: str) -> bool:
         """The worker ends of what trying again does not mend; whether the supervisor was told."""
-        self._line.settimeout(1)
         return self._tell(_GIVES_UP + why.encode(errors="replace"))
 
     def _tell(self, what: bytes) -> bool:
@@ -150,28 +161,22 @@ class Place:
             return False  # there is no supervisor any more
         return True
 
-    def _signalled(self) -> None:
-        self._signals += 1
-        self._obey()
+    def _listen(self) -> None:
+        with suppress(OSError):
+            while orders := self._line.recv(64):
+                self._heard(orders=len(orders))
+        if not self._orders:
+            self._heard(orders=1)  # the supervisor is gone
 
-    def _ordered(self) -> None:
-        try:
-            orders = len(self._line.recv(64))
-        except BlockingIOError:
-            return
-        except OSError:
-            orders = 0
-        if not orders:  # the supervisor is gone
-            asyncio.get_running_loop().remove_reader(self._line)
-        self._orders = self._orders + orders or 1
-        self._obey()
-
-    def _obey(self) -> None:
+    def _heard(self, *, signals: int = 0, orders: int = 0) -> None:
         # Not their sum: a terminal's Ctrl-C, or a service manager's SIGTERM to all of a service,
         # comes from there and once more from the supervisor, and is one order all the same.
-        while self._obeyed < min(2, max(self._signals, self._orders)):
-            self._obeyed += 1
-            self._stop()
+        with self._lock:
+            self._signals += signals
+            self._orders += orders
+            while self._obeyed < min(2, max(self._signals, self._orders)):
+                self._obeyed += 1
+                self._obey()
 
 
 class _Process:
@@ -305,7 +310,6 @@ class Supervisor:
                 ours.close()
                 for _, other in self._running():
                     other.line.close()  # each ends with the supervisor, and with nobody else
-                theirs.setblocking(False)
                 _end_with(supervisor)
                 return Place(slot.number, theirs)
         theirs.close()

@@ -142,7 +142,7 @@ async def _until_stopped(worker: Worker, place: Place | None) -> None:
     import asyncio
 
     if place is not None:
-        place.attach(worker.stop)
+        place.attach(worker.stop, worker.asked)
     else:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -30,7 +30,7 @@ place = supervisor.Supervisor({workers}, signals, Settings(grace="200ms")).run()
 if isinstance(place, int):
     sys.exit(place)
 
-stops = []
+stops, asked = [], []
 
 async def until_stopped(times=1, linger=0.0):
     stop = asyncio.Event()
@@ -39,7 +39,10 @@ async def until_stopped(times=1, linger=0.0):
         print(f"{{os.getpid()}} stop {{len(stops)}}", flush=True)
         if len(stops) >= times:
             stop.set()
-    place.attach(heard)
+    def be_asked():
+        asked.append(1)
+        print(f"{{os.getpid()}} asked {{len(asked)}}", flush=True)
+    place.attach(heard, be_asked)
     place.consumes()
     print(f"{{os.getpid()}} works", flush=True)
     await stop.wait()
@@ -124,6 +127,7 @@ def test_one_signal_is_one_order_to_each_worker_whoever_gets_it(
     (run.signal if whom == "the supervisor" else run.signal_all)(number)
     assert run.code() == 0
     assert sorted(run.says("stop .")) == ["stop 1", "stop 1"]
+    assert sorted(run.says("asked .")) == ["asked 1", "asked 1"]
 
 
 @pytest.mark.parametrize("whom", ["the supervisor", "all"])
@@ -137,6 +141,21 @@ def test_a_second_signal_is_passed_on_as_the_second(start: Start, whom: str) -> 
     send(signal.SIGINT)
     assert run.code() == 0
     assert sorted(run.says("stop .")) == ["stop 1"] * 2 + ["stop 2"] * 2
+
+
+def test_a_worker_whose_event_loop_stands_still_is_asked_all_the_same(start: Start) -> None:
+    """Its own time to be gone begins then."""
+    run = start(
+        "async def stand_still():\n    asyncio.ensure_future(until_stopped())\n"
+        "    await asyncio.sleep(0)\n    time.sleep(1)\n    os._exit(0)\n"
+        "asyncio.run(stand_still())"
+    )
+    run.working(2)
+    run.signal(signal.SIGTERM)
+    assert sorted(run.says("asked .", 2)) == ["asked 1", "asked 1"]
+    assert run.process.poll() is None
+    run.signal_all(signal.SIGTERM)
+    assert sorted(run.says("asked 2", 2)) == ["asked 2", "asked 2"]
 
 
 def test_sigquit_is_both_at_once(start: Start) -> None:
