@@ -24,6 +24,7 @@ import weakref
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Final
@@ -39,6 +40,7 @@ from rabbit_tasks.retry import Done, Outcome, Parked, RetryAfter
 # Not fork: the parent has threads and an event loop, of which a forked child gets a broken half.
 _SPAWN: Final = multiprocessing.get_context("spawn")
 _PR_SET_PDEATHSIG: Final = 1
+_NOT_FOR_CHILDREN: Final = (signal.SIGINT, signal.SIGTERM)
 _MIB: Final = 1_048_576
 
 START_TIMEOUT: Final = 60.0
@@ -240,7 +242,15 @@ class _Child:
     def __init__(self) -> None:
         self._pipe, theirs = _SPAWN.Pipe()
         self._process = _SPAWN.Process(target=_serve, args=(theirs,), daemon=True)
-        self._process.start()
+        # What comes before the child has handlers of its own waits for them: a terminal's Ctrl-C at
+        # that moment must not look like a consumer that cannot be loaded. (The tracker first: to
+        # start it, multiprocessing would let them in again.)
+        resource_tracker.ensure_running()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_FOR_CHILDREN)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
         self.asked = 0
         """Messages it was given."""
@@ -358,8 +368,9 @@ def _ending(code: int | None) -> str:
 def _serve(pipe: Connection) -> None:
     # The parent decides when a child ends; a terminal or a service manager signals all of a group.
     # (Not SIG_IGN: programs that the handler starts would inherit it, and no terminate() end them.)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _NOT_FOR_CHILDREN:
         signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_CHILDREN)
     os.register_at_fork(after_in_child=lambda: _be_another(pipe))
     with suppress(OSError):
         os.setpgid(0, 0)  # a group of its own, with whatever the handler starts
