@@ -11,7 +11,8 @@ from rabbit_tasks import App, Publisher
 from rabbit_tasks.broker import Connection
 from rabbit_tasks.parking import browse
 from tests.conftest import eventually
-from tests.support import patient
+from tests.support import mortal, patient
+from tests.support.mortal import Mortal
 from tests.support.obedient import Obey, ObeyInProcess, ObeyInThread, Order
 from tests.support.obedient import app as obedient
 from tests.support.queues import depth, take_all
@@ -76,35 +77,33 @@ async def test_handlers_that_always_kill_their_worker_end_in_the_parking_lot(
     publisher: Publisher, connection: Connection, declared: Declared, start_worker: Start,
     runs: Runs,
 ) -> None:  # fmt: skip
-    await declared(obedient)
-    deeds = ["kill", "segv"]
-    others = [await publisher.publish(Obey, Order()) for _ in range(5)]
-    deadly = [await publisher.publish(Obey, Order(do=deed)) for deed in deeds]
-    others += [await publisher.publish(Obey, Order()) for _ in range(5)]
+    await declared(mortal.app)
+    others = [await publisher.publish(Mortal, Order()) for _ in range(5)]
+    deadly = [await publisher.publish(Mortal, Order(do=deed)) for deed in ("kill", "segv")]
+    others += [await publisher.publish(Mortal, Order()) for _ in range(5)]
 
-    async def all_done() -> bool:
-        return {row["id"] for row in runs.all("end")} >= set(others)
+    async def all_settled() -> bool:
+        done = {row["id"] for row in runs.all("end")} >= set(others)
+        return done and await depth(connection, "mortal.parked") == len(deadly)
 
     deaths = await start_again_and_again(
-        lambda: start_worker("obey.async", OBEDIENT_CONCURRENCY="1"), all_done, 12
+        lambda: start_worker(app="tests.support.mortal:app"), all_settled, 6
     )
-    assert deaths == 12  # for each, the limit of 5 and the first delivery
+    assert deaths == 6  # for each, the limit of 2 and the first delivery
     for _ in range(4):
-        found = {one.id: one async for one in browse(connection, "obey.async")}
+        found = {one.id: one async for one in browse(connection, "mortal")}
     assert set(found) == set(deadly)
     for one in found.values():
-        assert one.reason == (  # (how often it has been looked at is none of it)
-            "its worker died with it, or lost its connection, too often (delivery limit)"
-        )
-        assert one.origin == "obey.async"
-        assert runs.attempts(one.id) == [1] * 6  # a death is no attempt
+        assert one.reason == "its worker died 3 times"
+        assert one.origin == "mortal"
+        assert runs.attempts(one.id) == [1] * 3  # a death is no attempt
 
 
 async def test_what_is_in_hand_beside_a_deadly_message_is_never_lost(
     publisher: Publisher, connection: Connection, declared: Declared, start_worker: Start,
     runs: Runs,
 ) -> None:  # fmt: skip
-    """The broker counts it too, each time: it may be parked along with the culprit."""
+    """It is counted too, each time: seldom, it may be parked along with the culprit."""
     await declared(obedient)
     await publisher.publish(Obey, Order(do="kill"))
     others = {await publisher.publish(Obey, Order()) for _ in range(20)}
