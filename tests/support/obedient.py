@@ -32,7 +32,7 @@ class Order(BaseModel):
     """Do it for so many attempts, then `ok`."""
     pad: str = ""
     until: str = ""
-    """A file: it goes on once that is there (async handlers only)."""
+    """A file: it goes on once that is there."""
 
 
 class Custom(BaseException):
@@ -90,6 +90,8 @@ async def run_async(order: Order, message: Message) -> None:
 
 def run(order: Order, message: Message) -> None:
     record("start", message)
+    while order.until and not Path(order.until).exists():
+        time.sleep(0.02)
     if order.do != "block":
         time.sleep(order.seconds)
     obey(order, message)
