@@ -177,17 +177,16 @@ class Connection(aio_pika.Connection):
 
     async def end(self, within: float = CLOSE_TIMEOUT) -> None:
         """Close; a broker that does not answer within so many seconds loses its socket."""
+        # In a task of its own: the library waits for 2 s more where it is cancelled, for an answer.
+        closing = asyncio.create_task(self.close())
         try:
-            async with asyncio.timeout(within):
-                await self.close()
-        except asyncio.CancelledError:
-            if is_cancelled():
-                raise
-        except Exception:
-            pass  # it is gone, and that is what we want
+            await asyncio.wait([closing], timeout=within)
         finally:
             self.abort()
             await _passes()
+            closing.cancel()
+            if closing.done() and not closing.cancelled():
+                closing.exception()  # it is gone, and that is what we want
 
     def abort(self) -> None:
         """Drop the socket: whoever waits for the broker is told at once that it is gone."""

@@ -244,7 +244,7 @@ async def _do(connection: Connection, name: str, call: Call) -> None:
             f"{name}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
         ) from None
     except TimeoutError:
-        raise TopologyError(
+        raise ConnectError(
             f"{name}: the broker did not answer within {RPC_TIMEOUT:g} s; it may lack a majority of "
             "its nodes: rabbitmq-diagnostics cluster_status"
         ) from None

@@ -35,7 +35,7 @@ from aiormq.channel import Channel
 from rabbit_tasks import consumer as consumers
 from rabbit_tasks import history
 from rabbit_tasks import message as names
-from rabbit_tasks.broker import LOST, Publisher, is_cancelled
+from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Publisher, is_cancelled
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.durations import duration_text
 from rabbit_tasks.errors import ConnectError, PublishError
@@ -120,12 +120,16 @@ class Delivery:
     async def ack(self) -> None:
         """Done with: the broker forgets it. DeliveryLost where the broker has it again."""
         with self._answering() as channel:
-            await channel.basic_ack(self._tag, wait=False)
+            # It waits for room in the client library's buffer, which nobody empties any more where
+            # the task that writes has ended, a moment before the connection is known to be lost.
+            async with asyncio.timeout(RPC_TIMEOUT):
+                await channel.basic_ack(self._tag, wait=False)
 
     async def reject(self) -> None:
         """Let the broker itself dead-letter it to the parking lot."""
         with self._answering() as channel:
-            await channel.basic_reject(self._tag, requeue=False, wait=False)
+            async with asyncio.timeout(RPC_TIMEOUT):
+                await channel.basic_reject(self._tag, requeue=False, wait=False)
 
     @contextmanager
     def _answering(self) -> Iterator[Channel]:
@@ -133,7 +137,7 @@ class Delivery:
             raise DeliveryLost
         try:
             yield self._channel
-        except LOST as error:
+        except (*LOST, TimeoutError) as error:
             self.lost = True
             raise DeliveryLost from error
 
