@@ -149,6 +149,7 @@ def _queues(consumer: type[Consumer[Any]]) -> Iterable[Queue]:
         # When a consumer's node dies, 4.3 otherwise waits 60 s before it redelivers. Inert before
         # 4.3, and always sent, so that an upgrade of the broker changes no argument.
         "x-consumer-disconnected-timeout": 2000,
+        **_ack_timeout(consumer),
     })  # fmt: skip
     for attempt in range(1, consumer.retry.attempts):
         for delay in consumer.retry.delays_after(attempt):
@@ -159,6 +160,14 @@ def _queues(consumer: type[Consumer[Any]]) -> Iterable[Queue]:
         "x-queue-type": "quorum",
         "x-delivery-limit": _LOOKED_AT_FOR_EVER,
     })  # fmt: skip
+
+
+def _ack_timeout(consumer: type[Consumer[Any]]) -> Arguments:
+    # Only where it is set: other queues stay as they were declared. Then on every version: it counts
+    # from 3.12, is accepted and ignored by 3.10, and compared on a redeclare from 4.3 alone.
+    if consumer.ack_timeout is None:
+        return {}
+    return {"x-consumer-timeout": consumer.ack_timeout // MILLISECOND}
 
 
 def _waiting(name: str, role: Literal["retry", "crashed"], main: str, delay: timedelta) -> Queue:

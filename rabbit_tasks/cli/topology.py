@@ -84,7 +84,9 @@ def declare_command(context: typer.Context) -> None:
 def check_command(context: typer.Context, as_json: Json = False) -> None:
     """Compare the broker with the app: exit 1 where something is missing or different."""
     app = find_app(context.obj.app)
-    differences = run(_check(app, settings_of(context)))
+    differences, warnings = run(_check(app, settings_of(context)))
+    for warning in warnings:
+        tell(f"warning: {warning}")
     for difference in differences:
         typer.echo(json.dumps(asdict(difference)) if as_json else str(difference))
     if differences:
@@ -107,9 +109,12 @@ async def _declare(app: App, settings: Settings) -> list[str]:
         return await declare(connection, app.topology)
 
 
-async def _check(app: App, settings: Settings) -> list[Difference]:
+async def _check(app: App, settings: Settings) -> tuple[list[Difference], list[str]]:
+    """What differs; and what this version of the broker does to handlers that take long."""
     from rabbit_tasks.broker import connected
     from rabbit_tasks.declare import check
+    from rabbit_tasks.timeouts import warning_of
 
     async with connected(settings, "topology check") as connection:
-        return await check(connection, app.topology)
+        told = [warning_of(connection.server_version, type(one)) for one in app.consumers]
+        return await check(connection, app.topology), [text for text in told if text]

@@ -270,6 +270,16 @@ def test_topology_from_missing_to_declared(cli: Run, broker: Broker, vhost: str)
     assert f"rabbitmqctl delete_queue -p {shlex.quote(vhost)}" in line["remedy"]
 
 
+def test_check_warns_of_a_handler_that_may_take_too_long_which_is_no_difference(cli: Run) -> None:
+    long = ("--app", "tests.support.unruly:long")
+    assert cli(*long, "topology", "declare").code == 0
+    for how in ((), ("--json",)):
+        found = cli(*long, "topology", "check", *how)
+        assert (found.code, found.out) == (0, "")
+        assert found.err.startswith("warning: unruly.long: its handler may take 45m (timeout), but")
+        assert "as they should be" in found.err
+
+
 def test_export_writes_the_lock_file_and_check_compares_it(
     cli: Run, broker: Broker, vhost: str, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 
 from rabbit_tasks import App, Consumer, Message
 from tests.support.obedient import record
@@ -86,6 +87,15 @@ class Blocks(Consumer[str]):
         record("end", message)
 
 
+class Long(Consumer[bytes]):
+    """May take longer than the broker waits, if nobody has told it otherwise."""
+
+    queue = "unruly.long"
+    timeout = timedelta(minutes=45)
+
+    async def handle(self, body: bytes, message: Message) -> None: ...
+
+
 @asynccontextmanager
 async def _slow() -> AsyncIterator[None]:
     print("lifespan: opening", flush=True)  # noqa: T201 (the tests wait for it)
@@ -94,4 +104,5 @@ async def _slow() -> AsyncIterator[None]:
 
 
 app = App("unruly", [Endless(), Talks(), Blocks()])
+long = App("long", [Long()])
 slow_to_open = App("slow", [Blocks()], lifespan=_slow)

@@ -24,13 +24,13 @@ FLOORS = [
     {"frames"},
     # ----- nothing below imports aio_pika -----
     {"app"},
-    {"topology", "observer", "history"},
+    {"topology", "observer", "history", "timeouts"},
     {"consumer", "settings"},
     {"retry", "message"},
     {"errors", "properties", "durations", "text"},
 ]
 PURE = {"errors", "message", "properties", "durations", "retry", "consumer", "topology", "settings",
-        "observer", "app", "history", "text"}  # fmt: skip
+        "observer", "app", "history", "text", "timeouts"}  # fmt: skip
 AMQP = {"aio_pika", "aiormq", "pamqp"}
 TYPER = {"typer", "rich", "click"}
 

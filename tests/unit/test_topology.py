@@ -67,6 +67,17 @@ def test_names_and_arguments_are_these() -> None:
     }
 
 
+def test_an_ack_timeout_is_an_argument_of_the_main_queue_alone() -> None:
+    class Long(RESIZE):  # type: ignore[misc, valid-type]
+        ack_timeout = timedelta(hours=2)
+
+    found = {queue.name: queue.arguments for queue in topology_of([Long]).queues}
+    assert found == {
+        **GOLDEN,
+        "images.resize": {**GOLDEN["images.resize"], "x-consumer-timeout": 7_200_000},
+    }
+
+
 def test_definitions_are_what_the_management_api_takes() -> None:
     definitions = json.loads(topology_of([RESIZE]).definitions())
     assert definitions == {
