@@ -27,7 +27,7 @@ import tenacity
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
-from rabbit_tasks import declare
+from rabbit_tasks import declare, timeouts
 from rabbit_tasks.app import App
 from rabbit_tasks.broker import (
     CLOSE_TIMEOUT,
@@ -329,6 +329,10 @@ class Worker:
                 raise
             for line in str(error).splitlines():
                 log.error("%s", line)
+        if not self._worked:
+            for consumer in self._consumers:
+                if text := timeouts.warning_of(connection.server_version, type(consumer)):
+                    log.warning("%s", text)
 
     async def _slot(self, connection: Connection, handling: Handling) -> None:
         """Consume on one channel after another, as long as the connection lives."""
