@@ -389,7 +389,7 @@ class Handling:
         if outcome is not None:
             run.deaths = deaths
         elif deaths:
-            self._log(logging.WARNING, delivery, "comes again: its worker died", deaths=deaths)
+            self._log(logging.WARNING, delivery, "comes again: its worker died, or lost it", deaths=deaths)
         return outcome
 
     async def _renewed(self, delivery: Delivery) -> bool:
