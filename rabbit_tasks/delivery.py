@@ -63,6 +63,9 @@ PUT_BACK_TIMEOUT: Final = 5.0
 """Seconds for putting a message back at shutdown; over it, the broker requeues it by itself."""
 ORPHANS_KEPT: Final = 600.0
 """Seconds that the outcome of a run whose delivery was lost waits for the redelivery."""
+IN_DOUBT: Final = 60.0
+"""Seconds after an ack in which, when the connection is lost, it may have been lost with it: some three
+heartbeats, after which a silent line is noticed."""
 SHAKEN: Final = 30.0
 """Seconds after we lost our connection and have it back, in which a redelivery says nothing of its
 message: the broker or the network dropped others as well, whose workers are alive."""
@@ -146,7 +149,8 @@ class Run:
     """One run of a handler in this process: usually of one delivery, of two where one was lost."""
 
     __slots__ = (
-        "copied", "deaths", "failure", "free", "lost_at", "outcome", "owned", "seconds", "when",
+        "answered_at", "copied", "deaths", "failure", "free", "lost_at", "outcome", "owned",
+        "seconds", "when",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -160,6 +164,8 @@ class Run:
         self.free: asyncio.Future[None] | None = None
         self.when = 0.0
         self.seconds = 0.0
+        self.answered_at = 0.0
+        """Its delivery was acked, or rejected to the parking lot."""
         self.lost_at = 0.0
 
 
@@ -168,6 +174,11 @@ class Runs:
 
     A connection lost in mid-handler must not run the handler twice at once: the redelivery joins
     the run that is going on, or takes the outcome that is there.
+
+    Messages may be alike: one id for several, and the same body. A run that is not answered for comes
+    again, or one like it, and each such redelivery takes one. A run that is answered for comes again
+    only if its ack was lost, so that it could swallow another message: it is taken last, and by a
+    message alone that says when it was published, and is the same in every byte.
     """
 
     def __init__(self) -> None:
@@ -181,7 +192,13 @@ class Runs:
         if run is None or delivery.properties.text("message_id") is None:
             return
         run.lost_at = time.monotonic()
-        self._orphans.setdefault(_identity(delivery), deque()).append(run)
+        identity = _identity(delivery)
+        if run.answered_at:
+            is_in_doubt = run.lost_at - run.answered_at < IN_DOUBT
+            if not is_in_doubt or delivery.properties.number("timestamp") is None:
+                return
+            identity = _sameness(delivery)
+        self._orphans.setdefault(identity, deque()).append(run)
         for key, runs in list(self._orphans.items()):
             while runs and runs[0].lost_at < run.lost_at - ORPHANS_KEPT:
                 runs.popleft()
@@ -191,14 +208,20 @@ class Runs:
     def of(self, delivery: Delivery) -> Run:
         """The run for this delivery: a new one, or that of its lost twin."""
         run = Run()
-        if self._orphans and _may_be_a_twin(delivery):
-            key = _identity(delivery)
+        for key in self._keys(delivery):
             if runs := self._orphans.get(key):
                 run = runs.popleft()
                 if not runs:
                     del self._orphans[key]
+                break
         delivery.run = run
         return run
+
+    def _keys(self, delivery: Delivery) -> Iterator[bytes]:
+        if self._orphans and _may_be_a_twin(delivery):
+            yield _identity(delivery)
+            if delivery.redelivered:
+                yield _sameness(delivery)
 
     async def take(self, run: Run, delivery: Delivery) -> None:
         """Wait until nobody works on the run, and then work on it."""
@@ -233,6 +256,18 @@ def _identity(delivery: Delivery) -> bytes:
     digest.update(kept.replace({}, without=lambda _: True).encode())
     digest.update(delivery.body)
     return digest.digest()
+
+
+def _sameness(delivery: Delivery) -> bytes:
+    """Equal for a delivery and its redelivery; not for any copy of it, as one that a worker's death,
+    a retry or a replay has made."""
+    kept = delivery.properties.replace({}, without=_is_count).encode()
+    whole = len(kept).to_bytes(4, "big") + kept + delivery.body
+    return hashlib.blake2b(whole, person=b"same").digest()
+
+
+def _is_count(header: str) -> bool:
+    return header in ("x-delivery-count", "x-acquired-count")
 
 
 def _may_change(header: str) -> bool:
@@ -306,6 +341,7 @@ class Handling:
                 run.copied = await self.settle(delivery, run)
             if run.copied:
                 await delivery.ack()
+            run.answered_at = time.monotonic()
         except DeliveryLost:
             self.runs.orphan(delivery)
             raise

@@ -1,0 +1,243 @@
+"""A redelivery joins the run of its lost twin; and messages that are alike are each settled once."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, cast
+
+import pytest
+from aiormq.channel import Channel
+
+from rabbit_tasks import Consumer, Message, RetryPolicy
+from rabbit_tasks import message as names
+from rabbit_tasks.broker import Publisher
+from rabbit_tasks.delivery import Delivery, DeliveryLost, Handling
+from rabbit_tasks.properties import Properties
+from tests.conftest import eventually
+
+WHEN = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@dataclass
+class Line:
+    """A channel, and a publisher, that note what comes over them."""
+
+    frame_max: int = 131_072
+    acked: list[int] = field(default_factory=list)
+    copies: list[tuple[str, Properties]] = field(default_factory=list)
+
+    async def basic_ack(self, tag: int, *, wait: bool) -> None:
+        self.acked.append(tag)
+
+    async def connect(self) -> Line:
+        return self
+
+    async def send(self, exchange: str, key: str, body: bytes, copy: Properties) -> None:
+        self.copies.append((key, copy))
+
+
+class Asks(Consumer[bytes]):
+    """Each run waits until it is told how it ends."""
+
+    queue = "asks"
+    retry = RetryPolicy(attempts=3, jitter=False)
+    concurrency = 4
+
+    def __init__(self) -> None:
+        self.runs: list[asyncio.Future[None]] = []
+
+    async def handle(self, body: bytes, message: Message) -> None:
+        self.runs.append(asyncio.get_running_loop().create_future())
+        await self.runs[-1]
+
+
+class Process:
+    """A worker's process, of which the connection is lost as often as one likes."""
+
+    def __init__(self) -> None:
+        self.line = Line()
+        self.asks = Asks()
+        self.handling = Handling(self.asks, publisher=cast(Publisher, self.line))
+        self._tasks: list[asyncio.Task[None]] = []
+        self._hands: list[Delivery] = []
+
+    @property
+    def runs(self) -> list[asyncio.Future[None]]:
+        return self.asks.runs
+
+    async def deliver(
+        self, tag: int, *, again: bool = False, headers: dict[str, Any] | None = None, **how: Any
+    ) -> None:
+        """Into the hands of a slot; returns when the handler runs or the message is settled."""
+        values = {"message_id": "customer-42", "timestamp": WHEN, **how}
+        properties = Properties.of(headers, **{k: v for k, v in values.items() if v is not None})
+        delivery = Delivery(
+            b"refresh", properties, redelivered=again, channel=cast(Channel, self.line), tag=tag
+        )
+        self._hands.append(delivery)
+        self._tasks.append(asyncio.create_task(self.handling.process(delivery)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    def lose(self) -> None:
+        """What is in a slot's hands, and be it acked, is noted as lost."""
+        for delivery in self._hands:
+            self.handling.runs.orphan(delivery)
+        self._hands.clear()
+
+    async def end(self, run: int, error: BaseException | None = None) -> None:
+        if error is None:
+            self.runs[run].set_result(None)
+        else:
+            self.runs[run].set_exception(error)
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+    async def all_through(self) -> None:
+        await eventually(lambda: all(task.done() for task in self._tasks), within=2)
+        for task in self._tasks:
+            error = task.exception()
+            assert error is None or isinstance(error, DeliveryLost)
+
+
+@pytest.fixture
+def process() -> Process:
+    return Process()
+
+
+async def test_a_redelivery_joins_the_run_that_goes_on(process: Process) -> None:
+    await process.deliver(1)
+    for tag in (2, 3):
+        process.lose()
+        await process.deliver(tag, again=True)
+    await process.end(0)
+    await process.all_through()
+    assert len(process.runs) == 1
+    assert process.line.acked == [3]
+
+
+async def test_a_redelivery_takes_the_outcome_of_the_run_that_has_ended(process: Process) -> None:
+    await process.deliver(1)
+    process.lose()
+    await process.end(0, ValueError())
+    assert process.line.copies == []
+    await process.deliver(2, again=True)
+    await process.all_through()
+    assert len(process.runs) == 1
+    assert [key for key, _ in process.line.copies] == ["asks.retry.1.1s"]
+    assert process.line.acked == [2]
+
+
+async def test_a_message_whose_ack_was_lost_is_not_run_again(process: Process) -> None:
+    await process.deliver(1)
+    await process.end(0)
+    process.lose()
+    await process.deliver(2, again=True, headers={"x-delivery-count": 1})
+    await process.all_through()
+    assert len(process.runs) == 1
+    assert process.line.acked == [1, 2]
+
+
+@pytest.mark.parametrize("ends", [(None, None), (None, ValueError()), (ValueError(), None)])
+async def test_two_messages_that_are_alike_and_lost_at_once_are_each_settled_once(
+    process: Process, ends: tuple[BaseException | None, ...]
+) -> None:
+    await process.deliver(1)
+    await process.deliver(2)
+    process.lose()
+    await process.deliver(3, again=True)
+    await process.deliver(4, again=True)
+    for run, error in enumerate(ends):
+        await process.end(run, error)
+    await process.all_through()
+    assert len(process.runs) == 2
+    assert sorted(process.line.acked) == [3, 4]
+    assert len(process.line.copies) == sum(error is not None for error in ends)
+
+
+async def test_a_message_is_not_settled_by_the_run_of_one_that_was_like_it_and_is_acked(
+    process: Process,
+) -> None:
+    """The one that was acked is not delivered again: the redelivery is of the one that still runs."""
+    await process.deliver(1)
+    await process.deliver(2)
+    await process.end(0)
+    process.lose()
+    await process.deliver(3, again=True)
+    assert process.line.acked == [1]
+    await process.end(1, ValueError())
+    await process.all_through()
+    assert len(process.runs) == 2
+    assert process.line.acked == [1, 3]
+    assert [key for key, _ in process.line.copies] == ["asks.retry.1.1s"]
+
+
+async def test_a_message_from_elsewhere_is_run_though_one_like_it_was_acked_here(
+    process: Process,
+) -> None:
+    """Its id is its customer's, it does not say when it was published, and its worker died."""
+    await process.deliver(1, timestamp=None)
+    await process.end(0)
+    process.lose()
+    await process.deliver(2, again=True, timestamp=None)
+    assert len(process.runs) == 2
+    await process.end(1)
+    await process.all_through()
+    assert process.line.acked == [1, 2]
+
+
+async def test_one_published_in_another_second_is_another_message(process: Process) -> None:
+    await process.deliver(1)
+    process.lose()
+    await process.deliver(2, again=True, timestamp=datetime(2026, 1, 2, tzinfo=UTC))
+    assert len(process.runs) == 2
+    for run in range(2):
+        await process.end(run)
+    await process.all_through()
+
+
+async def test_an_ack_of_long_ago_is_in_no_doubt(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rabbit_tasks.delivery.IN_DOUBT", 0.0)
+    await process.deliver(1)
+    await process.end(0)
+    process.lose()
+    await process.deliver(2, again=True)
+    assert len(process.runs) == 2
+    await process.end(1)
+    await process.all_through()
+
+
+async def test_a_message_without_an_id_joins_nothing(process: Process) -> None:
+    await process.deliver(1, message_id=None)
+    process.lose()
+    await process.deliver(2, again=True, message_id=None)
+    assert len(process.runs) == 2
+    for run in range(2):
+        await process.end(run)
+    await process.all_through()
+    assert process.line.acked == [2]
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_a_copy_that_waited_because_workers_died_is_not_settled_by_its_original(
+    process: Process, again: bool
+) -> None:
+    """Its original was copied and acked; then the connection was lost, and the copy came home."""
+    await process.deliver(1, again=True, headers={"x-delivery-count": 2})
+    await process.all_through()
+    ((key, copy),) = process.line.copies
+    assert key.startswith("asks.crashed.")
+    assert process.runs == []
+    process.lose()
+    known = copy.header(names.CRASHES)
+    await process.deliver(2, again=again, headers={names.CRASHES: known, **copy.headers})
+    # It is run; or where it comes again at once, it was one more death, and it waits once more.
+    assert (len(process.runs), len(process.line.copies)) == ((0, 2) if again else (1, 1))
+    if not again:
+        await process.end(0)
+    await process.all_through()
+    assert process.line.acked == [1, 2]
