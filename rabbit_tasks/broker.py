@@ -227,7 +227,7 @@ async def connect(settings: Settings, purpose: str) -> Connection:
             except ConnectError as failure:
                 failures.append(failure)
     raise ConnectError(
-        "; ".join(dict.fromkeys(str(failure) for failure in failures)),
+        "; ".join(sorted({str(failure) for failure in failures})),
         permanent=all(failure.permanent for failure in failures),
     )
 

@@ -38,13 +38,14 @@ from rabbit_tasks import message as names
 from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Publisher, is_cancelled
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.durations import duration_text
-from rabbit_tasks.errors import ConnectError, PublishError
+from rabbit_tasks.errors import ConnectError, PublishError, Unconfirmed
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.handler import Handler
 from rabbit_tasks.isolation import Children
 from rabbit_tasks.message import Message
 from rabbit_tasks.observer import Observer, Settled
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.repeats import Repeats
 from rabbit_tasks.retry import (
     CRASH_DELAYS,
     Crashed,
@@ -287,6 +288,7 @@ class Handling:
         error_stack: bool = True,
         worker: str = "",
         children: Children | None = None,
+        repeats: Repeats | None = None,
     ) -> None:
         self.consumer = consumer
         self.kind = type(consumer)
@@ -301,6 +303,7 @@ class Handling:
         self._error_stack = error_stack
         self._worker = worker
         self._children = children
+        self._repeats = repeats or Repeats()
         self._handler = Handler(consumer)
         self._permits = asyncio.Semaphore(self.kind.concurrency)
 
@@ -425,7 +428,9 @@ class Handling:
         if outcome is not None:
             run.deaths = deaths
         elif deaths:
-            self._log(logging.WARNING, delivery, "comes again: its worker died, or lost it", deaths=deaths)
+            self._log(
+                logging.WARNING, delivery, "comes again: its worker died, or lost it", deaths=deaths
+            )
         return outcome
 
     async def _renewed(self, delivery: Delivery) -> bool:
@@ -495,11 +500,12 @@ class Handling:
         publisher = self._publisher
         assert publisher is not None
         message_id = uuid.uuid4().hex
+        why: set[str] = set()
         async for attempt in tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type((PublishError, ConnectError)),
             wait=tenacity.wait_exponential(multiplier=0.5, max=30) + tenacity.wait_random(0, 0.5),
             sleep=self._hold,
-            before_sleep=partial(self._tell_held, delivery),
+            before_sleep=partial(self._tell_held, delivery, why),
         ):
             with attempt:
                 if delivery.lost:
@@ -513,6 +519,9 @@ class Handling:
                 if copy is None:
                     return False
                 await publisher.send(exchange, key, delivery.body, copy)
+        for one in why:
+            if how_often := self._repeats.over(one):
+                self._log(logging.INFO, delivery, f"is held no more: copies are taken, {how_often}")
         return True
 
     async def _hold(self, pause: float) -> None:
@@ -574,11 +583,18 @@ class Handling:
                 text = f"{tries} parked: {reason}{f'; {error}' if error else ''}"
                 self._log(logging.ERROR, delivery, text, error=error, reason=reason)
 
-    def _tell_held(self, delivery: Delivery, state: tenacity.RetryCallState) -> None:
+    def _tell_held(self, delivery: Delivery, why: set[str], state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         pause = state.next_action.sleep if state.next_action else 0.0
-        text = f"is held, its copy was not taken ({error}); next try in {pause:.1f} s"
-        self._log(logging.ERROR, delivery, text, error=str(error))
+        # No connection is the same trouble for all messages in hand; a queue that is missing is told
+        # a few times, or somebody who looks for one message does not find why it waits.
+        outage = isinstance(error, Unconfirmed | ConnectError)
+        about = "no confirm" if outage else f"held: {error}"
+        why.add(about)
+        ending = self._repeats.say(about, first=1 if outage else 5)
+        if ending is not None:
+            text = f"is held, its copy was not taken ({error}); next try in {pause:.1f} s{ending}"
+            self._log(logging.ERROR, delivery, text, error=str(error))
 
     def _report(self, delivery: Delivery, run: Run) -> None:
         if not self._observers or run.outcome is None or isinstance(run.outcome, Crashed):

@@ -57,6 +57,7 @@ from rabbit_tasks.errors import (
 )
 from rabbit_tasks.history import failure_of
 from rabbit_tasks.isolation import Children
+from rabbit_tasks.repeats import Repeats
 from rabbit_tasks.settings import Settings
 from rabbit_tasks.topology import topology_of
 from rabbit_tasks.watchdog import Watchdog
@@ -134,6 +135,7 @@ class Worker:
         self._in_hand: dict[asyncio.Task[None], Delivery] = {}
         self._worked = False
         self._quiet_until: dict[str, float] = {}
+        self._repeats = Repeats()
         self.name = self._settings.worker_name or f"{socket.gethostname()}:{os.getpid()}"
 
     def stop(self) -> None:
@@ -194,7 +196,7 @@ class Worker:
                 # Full jitter: workers that lost one broker together do not come back together.
                 wait=tenacity.wait_random_exponential(multiplier=FIRST_PAUSE, max=cap),
                 sleep=self._pause,
-                before_sleep=_tell_pause,
+                before_sleep=self._tell_pause,
                 reraise=True,
             ):
                 with attempt:
@@ -214,6 +216,17 @@ class Worker:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stop.wait()
+
+    def _tell_pause(self, state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        pause = state.next_action.sleep if state.next_action else 0.0
+        if isinstance(error, RabbitTasksError | OSError | amqp.AMQPError | TimeoutError):
+            why = str(error) or repr(error)
+            ending = self._repeats.say("outage", why)
+            if ending is not None:
+                log.warning("%s; next try in %.1f s%s", why, pause, ending)
+        else:
+            log.error("fault in rabbit_tasks, please report it", exc_info=error)
 
     async def _set_up(self, stack: AsyncExitStack, publisher: Publisher) -> None:
         for consumer in self._consumers:
@@ -260,6 +273,7 @@ class Worker:
             error_stack=self._settings.error_stack,
             worker=self.name,
             children=children,
+            repeats=self._repeats,
         )
 
     # --- a session ------------------------------------------------------------------------------
@@ -285,9 +299,13 @@ class Worker:
                     self._slots.add(slot)
                     slot.add_done_callback(self._slots.discard)
             queues = ", ".join(handling.kind.queue for handling in self._handlings)
+            outage = self._repeats.over("outage")
+            for handling in self._handlings:
+                self._repeats.over(f"{handling.kind.queue}: in hand")
             log.info(
-                "connected to RabbitMQ %s: %d slots on %s",
+                "connected to RabbitMQ %s: %d slots on %s%s",
                 connection.server_version, len(self._slots), queues,
+                f"; there was no session, {outage}" if outage else "",
                 extra={"fields": {"worker": self.name, "slots": len(self._slots)}},
             )  # fmt: skip
             self._worked = True
@@ -360,10 +378,12 @@ class Worker:
             if first := self._quiet_until.get(queue, 0.0) <= time.monotonic():
                 # The other slots of this queue wait for the same thing.
                 self._quiet_until[queue] = time.monotonic() + pause
-                log.warning(
-                    "%s: not consuming (%s); again in %.1f s",
-                    queue, why, pause, extra={"fields": {"queue": queue}},
-                )  # fmt: skip
+                ending = self._repeats.say(f"{queue}: not consuming", why, first=3)
+                if ending is not None:
+                    log.warning(
+                        "%s: not consuming (%s); again in %.1f s%s",
+                        queue, why, pause, ending, extra={"fields": {"queue": queue}},
+                    )  # fmt: skip
             await self._pause(pause)
             if self._declare and first and not connection.is_lost:
                 with suppress(TopologyError, ConnectError):
@@ -401,6 +421,10 @@ class Worker:
         try:
             await channel.basic_qos(prefetch_count=1, timeout=RPC_TIMEOUT)
             await channel.basic_consume(queue, on_message, consumer_tag=tag, timeout=RPC_TIMEOUT)
+            if how_often := self._repeats.over(f"{queue}: not consuming"):
+                log.info(
+                    "%s: consuming again, %s", queue, how_often, extra={"fields": {"queue": queue}}
+                )
             if self._on_ready is not None:
                 on_ready, self._on_ready = self._on_ready, None
                 on_ready()
@@ -460,10 +484,13 @@ class Worker:
                 await handling.process(delivery)
             except DeliveryLost:
                 queue, message_id = handling.kind.queue, delivery.properties.text("message_id")
-                log.info(
-                    "%s: channel lost with message %s in hand; if it comes here again, it goes on",
-                    queue, message_id, extra={"fields": {"queue": queue, "id": message_id}},
-                )  # fmt: skip
+                ending = self._repeats.say(f"{queue}: in hand", first=5)
+                if ending is not None:
+                    log.info(
+                        "%s: channel lost with message %s in hand; if it comes here again, it goes "
+                        "on%s", queue, message_id, ending,
+                        extra={"fields": {"queue": queue, "id": message_id}},
+                    )  # fmt: skip
                 return
             except Stopping:
                 return
@@ -573,12 +600,3 @@ async def _all_of(tasks: set[asyncio.Task[None]], within: float | None = None) -
 def _why_closed(closing: asyncio.Future[Any]) -> str:
     error = None if closing.cancelled() else closing.exception()
     return words(error) if error else "the channel was closed"
-
-
-def _tell_pause(state: tenacity.RetryCallState) -> None:
-    error = state.outcome.exception() if state.outcome else None
-    pause = state.next_action.sleep if state.next_action else 0.0
-    if isinstance(error, RabbitTasksError | OSError | amqp.AMQPError | TimeoutError):
-        log.warning("%s; next try in %.1f s", error or repr(error), pause)
-    else:
-        log.error("fault in rabbit_tasks, please report it", exc_info=error)

@@ -20,7 +20,7 @@ FLOORS = [
     {"rabbit_tasks"},  # the public names
     {"worker", "testing", "supervisor"},
     {"delivery", "parking", "declare", "watchdog", "deadline"},
-    {"handler", "isolation", "broker"},
+    {"handler", "isolation", "broker", "repeats"},
     {"frames"},
     # ----- nothing below imports aio_pika -----
     {"app"},
