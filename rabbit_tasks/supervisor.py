@@ -25,10 +25,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rabbit_tasks.durations import duration_text
-from rabbit_tasks.settings import Settings
+
+if TYPE_CHECKING:
+    from rabbit_tasks.settings import Settings
 
 log = logging.getLogger("rabbit_tasks")
 
@@ -255,6 +257,7 @@ class Supervisor:
         self._signals = signals
         self._grace = settings.grace
         self._cap = settings.restart_cap.total_seconds()
+        self._asked = 0
         self._orders = 0
         self._deadline: float | None = None
         self._consumed = False
@@ -338,11 +341,12 @@ class Supervisor:
     def _heed(self) -> None:
         for number in self._signals.take():
             if number in (signal.SIGTERM, signal.SIGINT):
-                self._stop(self._orders + 1)
+                self._asked += 1
             elif number == signal.SIGHUP:
-                self._stop(1)  # systemd may send it right behind SIGTERM
+                self._asked = max(1, self._asked)  # systemd may send it right behind SIGTERM
             elif number == signal.SIGQUIT:
-                self._stop(2)
+                self._asked = 2
+        self._stop(self._asked)
 
     def _reap(self) -> None:
         """Whoever has ended: ours, and as process 1 those whose own parent left them behind."""
@@ -390,7 +394,8 @@ class Supervisor:
         """Another worker, after a pause."""
         slot.failures += 1
         pause = restart_pause(slot.failures, self._cap, random.random())
-        log.error(
+        log.log(
+            logging.ERROR if more.get("code") != 0 else logging.INFO,
             "%s %s; the next one in %.2f s", slot, told, pause,
             extra=slot.fields(**more, pause=round(pause, 3)),
         )  # fmt: skip
