@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -113,6 +114,25 @@ async def test_what_a_handler_prints_and_logs_is_kept_though_its_process_is_kill
     assert "the handler says die" in worker.log
     assert any(line["message"] == "the handler logs die" for line in worker.lines())
     assert await asyncio.to_thread(worker.terminate, 8) == 0
+
+
+async def test_recycled_processes_cost_no_message_an_attempt_and_leave_nothing(
+    publisher: Publisher, declared: Declared, start_worker: Start, runs: Runs
+) -> None:
+    await declared(unruly.app)
+    worker = start_worker("unruly.forgets", app="tests.support.unruly:app").ready()
+    published = [await publisher.publish(unruly.Forgets, "") for _ in range(22)]
+    await eventually(lambda: len(runs.all("end")) == 22, within=30)
+    assert sorted(row["id"] for row in runs.all("start")) == sorted(published)
+    assert {row["attempt"] for row in runs.all("start")} == {1}
+    pids = Counter(row["pid"] for row in runs.all("end"))
+    assert max(pids.values()) == 5
+    spent = [pid for pid, times in pids.items() if times == 5]
+    await eventually(lambda: worker.log.count("recycled after 5 messages") == len(spent))
+    await eventually(lambda: all(map(is_gone, spent)))
+    assert "failed" not in worker.log
+    assert await asyncio.to_thread(worker.terminate, 8) == 0
+    assert all(map(is_gone, pids))
 
 
 @pytest.mark.parametrize(

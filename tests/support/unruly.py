@@ -76,6 +76,19 @@ class Talks(Consumer[str]):
         record("end", message)
 
 
+class Forgets(Consumer[str]):
+    """Is given a new process after every fifth message."""
+
+    queue = "unruly.forgets"
+    isolation = "process"
+    concurrency = 2
+    recycle_after = 5
+
+    def handle(self, body: str, message: Message) -> None:
+        record("start", message)
+        record("end", message)
+
+
 class Blocks(Consumer[str]):
     """An async handler that forgot to await."""
 
@@ -103,6 +116,6 @@ async def _slow() -> AsyncIterator[None]:
     yield
 
 
-app = App("unruly", [Endless(), Talks(), Blocks()])
+app = App("unruly", [Endless(), Talks(), Forgets(), Blocks()])
 long = App("long", [Long()])
 slow_to_open = App("slow", [Blocks()], lifespan=_slow)
