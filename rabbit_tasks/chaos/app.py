@@ -48,33 +48,40 @@ class Failure(Exception):
 
 
 class Work(Consumer[Task]):
-    """Half of the work, what fate has for this run, the other half."""
+    """Half of the work, the death that this run may have in store, the other half."""
 
     retry = RETRY
 
-    def __init__(self, plan: Plan, ledger: Ledger) -> None:
-        self.plan = plan
-        self.ledger = ledger
+    def __init__(self, plan: Plan, ledger: Ledger | None) -> None:
+        self._plan = plan
+        self._ledger = ledger
 
     async def handle(self, body: Task, message: Message) -> None:
-        task, attempt = body.task, message.attempt
-        run = self.ledger.count(task)
-        self.ledger.write("start", task, attempt, redelivered=message.redelivered)
-        half = self.plan.work_time.total_seconds() / 2
+        task, attempt, ledger = body.task, message.attempt, self._ledger
+        assert ledger is not None
+        run = ledger.count(task)
+        ledger.write("start", task, attempt, redelivered=message.redelivered)
+        half = self._plan.work_time.total_seconds() / 2
         try:
             await asyncio.sleep(half)
-            fate = self.plan.fate(task, attempt, run, poison=body.poison)
-            if fate == "kill":
-                self.ledger.write("kill", task, attempt)
-                os.kill(os.getpid(), signal.SIGKILL)
+            death = self._plan.death(task, run, poison=body.poison)
+            if death == 0:
+                _die(ledger, task, attempt)
             await asyncio.sleep(half)
         except asyncio.CancelledError:
-            self.ledger.write("cancel", task, attempt)
+            ledger.write("cancel", task, attempt)
             raise
-        if fate == "fail":
-            self.ledger.write("fail", task, attempt)
+        if death is not None:
+            asyncio.get_running_loop().call_later(death, _die, ledger, task, attempt)
+        if self._plan.fails(task, attempt):
+            ledger.write("fail", task, attempt)
             raise Failure(f"task {task} was to fail at attempt {attempt}")
-        self.ledger.write("done", task, attempt)
+        ledger.write("done", task, attempt)
+
+
+def _die(ledger: Ledger, task: int, attempt: int) -> None:
+    ledger.write("kill", task, attempt)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def app_of(plan: Plan, ledger: Ledger | None = None) -> App:

@@ -30,7 +30,7 @@ class Done:
     def __str__(self) -> str:
         took = self.hurt.ended - self.hurt.began
         ended = f"exit code {self.code}" if self.code is not None else f"killed after {LIMIT:g} s"
-        said = f": {one_line(self.output, 200)}" if self.output.strip() else ""
+        said = f": {one_line(self.output, 200)}" if self.output else ""
         return f"{ended}, {took:.1f} s{said}"
 
 
@@ -82,5 +82,5 @@ class Hurts:
             except TimeoutError:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        said = path.read_text(errors="replace")[-2000:]
+        said = path.read_text(errors="replace")[-2000:].strip()
         return Done(Hurt(began, time.monotonic()), code, said)

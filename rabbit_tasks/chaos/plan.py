@@ -9,14 +9,17 @@ import re
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Final, Self
 
 from rabbit_tasks.errors import ConfigurationError
 
 PREFIX: Final = "rabbit-tasks-chaos"
 FILE: Final = "plan.json"
 
-Fate = Literal["done", "fail", "kill"]
+LATE: Final = 0.2
+"""The share of deaths that come after the work."""
+LATEST: Final = 0.005
+"""Seconds after the work until which they come: about the time of a confirm and an ack."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, low, high in (
-            ("tasks", 1, 100_000_000), ("workers", 1, 1000), ("concurrency", 1, 1000),
+            ("tasks", 1, 100_000_000), ("workers", 1, 500), ("concurrency", 1, 1000),
             ("delivery_limit", 1, 1_000_000),
         ):  # fmt: skip
             if not low <= getattr(self, name) <= high:
@@ -82,16 +85,23 @@ class Plan:
         dice = random.Random(int(self._draw("poisoned") * 2**53))
         return frozenset(dice.sample(range(self.tasks), int(self.poison)))
 
-    def fate(self, task: int, attempt: int, run: int, *, poison: bool) -> Fate:
-        """How a run of a task ends: its `run`-th one, from 1, in this attempt.
+    def death(self, task: int, run: int, *, poison: bool) -> float | None:
+        """Whether a task's `run`-th run, from 1, kills its worker: so many seconds after the work.
 
-        Which worker has it and what else happened in the meantime is no part of it.
+        0.0 is in mid-work, as most of them are. The others hit the worker while it brings the outcome
+        to the broker, or with its next message in hand. Which worker it is, is no part of it.
         """
-        if poison or self._draw("kill", task, run) < self.kill:
-            return "kill"
-        if self._draw("fail", task, attempt) < self.fail:
-            return "fail"
-        return "done"
+        if poison:
+            return 0.0
+        if self._draw("kill", task, run) >= self.kill:
+            return None
+        if self._draw("late", task, run) >= LATE:
+            return 0.0
+        return LATEST * (1 - self._draw("moment", task, run))
+
+    def fails(self, task: int, attempt: int) -> bool:
+        """Whether this attempt at a task fails, if its worker lives so long."""
+        return self._draw("fail", task, attempt) < self.fail
 
     def _draw(self, *what: object) -> float:
         """From 0 up to, not including, 1."""

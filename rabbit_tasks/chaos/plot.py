@@ -23,7 +23,7 @@ def text(account: Account, width: int = 60, height: int = 4) -> str:
     column = span / size
     rates = [n / column for n in rates]
     top = max(rates)
-    label = len(_number(top)) + 1
+    label = max(len(_number(top)), 2)
     lines = []
     for row in range(height, 0, -1):
         drawn = "".join(_block(rate / top * height - (row - 1)) for rate in rates)

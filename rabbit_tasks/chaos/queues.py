@@ -51,11 +51,12 @@ class Queues:
 
     async def make(self) -> int:
         """Create the queues; how many."""
+        connection = await self.connection()
         self._is_there = True  # from here on there may be something to remove
-        created = await declare(await self.connection(), self._topology)
+        created = await declare(connection, self._topology)
         self._made_at = time.monotonic()
         self._made_exchange = PARKING_LOT in created
-        self.server_version = (await self.connection()).server_version
+        self.server_version = connection.server_version
         return len(created) - self._made_exchange
 
     @property

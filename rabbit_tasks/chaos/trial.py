@@ -6,7 +6,7 @@ import asyncio
 import shutil
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ T = TypeVar("T")
 TICK: Final = 0.2
 LOOK: Final = 1.0
 """Seconds between two looks at the queues' depths."""
-IDLE: Final = 5.0
+IDLE: Final = 3.0
 """Seconds in which nothing is waiting, in hand or written down, after which nothing more will come:
 on a broker that was well all the time."""
 PUBLISHING_ENDS: Final = 5.0
@@ -326,9 +326,10 @@ class Trial:
             if depths[self._queues.parked]:
                 for name, reason in await self._queues.surely(self._queues.parked_reasons):
                     parked[_number(name)].append(reason)
+            waiting = sum(depths[name] for name in self._queues.waiting)
             if interrupted:
-                uncounted = sum(depths[name] for name in self._queues.waiting)
-            else:
+                uncounted = waiting
+            elif waiting or self._is_any_missing(post.confirmed, parked):
                 for name, queue in await self._queues.surely(self._queues.look):
                     queued[_number(name)].append(queue)
         if self._away_since is not None:
@@ -356,6 +357,12 @@ class Trial:
             self.plan, made, self._queues.server_version, self._hurts.done, hung,
             supervised_deaths=await asyncio.to_thread(fleet.deaths) if fleet else 0,
         )  # fmt: skip
+
+    def _is_any_missing(self, confirmed: bytearray, parked: Mapping[int, object]) -> bool:
+        return any(
+            confirmed[task] and not self._done[task] and task not in parked
+            for task in range(self.plan.tasks)
+        )
 
     async def _clean(self) -> str:
         """Remove the queues; what is left, if they cannot be."""

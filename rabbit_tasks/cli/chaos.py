@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import signal
 import sys
@@ -38,7 +39,9 @@ def chaos(
     tasks: Annotated[int, typer.Option(metavar="N", help="How many tasks.")] = 10_000,
     kill: Annotated[
         float,
-        typer.Option(metavar="P", help="How probably a run SIGKILLs its worker in mid-work."),
+        typer.Option(
+            metavar="P", help="How probably a run SIGKILLs its worker, most of them in mid-work."
+        ),
     ] = 0.05,
     workers: Annotated[int, typer.Option(metavar="N", help="Worker processes.")] = 4,
     concurrency: Annotated[
@@ -111,7 +114,7 @@ def chaos(
     plan = Plan(
         tasks=tasks, kill=kill, fail=fail, poison=poison, workers=workers, seed=seed,
         concurrency=concurrency, work_time=_duration("--work-time", work_time),
-        delivery_limit=delivery_limit, run=secrets.token_hex(4),
+        delivery_limit=delivery_limit, run=secrets.token_hex(4), pid=os.getpid(),
     )  # fmt: skip
     if hurts < 1:
         raise ConfigurationError(f"--hurts is {hurts}; it takes a whole number from 1")
