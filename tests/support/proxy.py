@@ -16,6 +16,7 @@ class Proxy:
         self._flowing = True
         self._held = asyncio.Event()
         self._held.set()
+        self._refusing = False
         self.port = 0
         self.sent = 0
         """Bytes that went to the broker."""
@@ -42,7 +43,19 @@ class Proxy:
         for writer in self._writers:
             writer.transport.abort()
 
+    def refuse(self) -> None:
+        """The network is gone: every connection is dropped, old and new."""
+        self._refusing = True
+        self.cut()
+
+    def accept(self) -> None:
+        """It is there again."""
+        self._refusing = False
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._refusing:
+            writer.transport.abort()
+            return
         there_reader, there_writer = await asyncio.open_connection(*self._to)
         self._writers |= {writer, there_writer}
         with suppress(ConnectionError):
