@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import select
 import signal
 import sys
 import threading
@@ -48,7 +49,8 @@ START_TIMEOUT: Final = 60.0
 LEAVE_TIMEOUT: Final = 10.0
 """Seconds for a child that is asked for nothing more to end by itself."""
 _REAP_TIMEOUT: Final = 5.0
-_LOOK: Final = 0.5
+_LOOK: Final = 500
+"""Milliseconds between two looks at a child whose death nothing tells."""
 
 log = logging.getLogger("rabbit_tasks")
 
@@ -262,10 +264,12 @@ class _Child:
         """It takes no more messages."""
         # What tells that the process is gone. Not the end of its pipe, nor its sentinel, which is the
         # end of another one: a handler that forks leaves a process behind that holds both open.
-        self._gone: int | None = None
+        self._news = select.poll()
+        self._news.register(self._pipe, select.POLLIN)
         with suppress(AttributeError, OSError):  # Linux alone has it, and some sandboxes do not
-            self._gone = os.pidfd_open(self.pid)
-            weakref.finalize(self, os.close, self._gone)
+            gone = os.pidfd_open(self.pid)
+            weakref.finalize(self, os.close, gone)
+            self._news.register(gone, select.POLLIN)
 
     @property
     def pid(self) -> int:
@@ -293,8 +297,8 @@ class _Child:
         except OSError:
             pass  # it is dead: the receiving end says how
         try:
-            while not self._pipe.poll():
-                wait([self._pipe, *([] if self._gone is None else [self._gone])], _LOOK)
+            pipe = self._pipe.fileno()
+            while pipe not in dict(self._news.poll(_LOOK)):
                 # (Dead, and a last word may have come in between.)
                 if not self.is_alive and not self._pipe.poll():
                     raise EOFError
@@ -436,14 +440,10 @@ class _Serving:
     async def in_loop(self) -> None:
         """For `async def`, in a loop that goes on between messages, for connections kept open."""
         loop = asyncio.get_running_loop()
-        readable = asyncio.Event()
-        while True:
-            readable.clear()
-            loop.add_reader(self._pipe, readable.set)
-            await readable.wait()
-            loop.remove_reader(self._pipe)
-            if (message := self._next()) is None:
-                return
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        # Read in the callback itself: any later, and the loop finds the pipe readable once more.
+        loop.add_reader(self._pipe, lambda: messages.put_nowait(self._next()))
+        while (message := await messages.get()) is not None:
             # A task of its own, as in handler.py: it may cancel itself, and its context variables
             # end with its message.
             ended: list[Outcome] = []
