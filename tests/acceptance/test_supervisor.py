@@ -234,11 +234,10 @@ async def test_signals_during_the_start_end_it_whenever_they_come(
     declared: Declared, start_worker: Start
 ) -> None:
     await declared(patient.app)
-    fleets = []
-    for tenths in (2, 4, 6, 8):
-        fleets.append(start_worker("--processes", "2", app=PATIENT))
-        await asyncio.to_thread(time.sleep, tenths / 10)  # the moments are the point
-        os.killpg(fleets[-1].pid, signal.SIGINT if tenths % 4 else signal.SIGTERM)
+    fleets = [start_worker("--processes", "2", app=PATIENT) for _ in range(4)]
+    for i, fleet in enumerate(fleets):
+        await asyncio.to_thread(time.sleep, 0.25)  # the moments are the point
+        os.killpg(fleet.pid, signal.SIGINT if i % 2 else signal.SIGTERM)
     for fleet in fleets:
         code = await stopped(fleet)
         # Before our own first line Python has its way with a signal, which does no harm.
