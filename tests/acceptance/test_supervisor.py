@@ -19,7 +19,7 @@ import pytest
 from rabbit_tasks import App, Publisher
 from rabbit_tasks.broker import Connection
 from tests.conftest import eventually
-from tests.support import patient, supervised
+from tests.support import patient, supervised, unruly
 from tests.support.brokers import Broker
 from tests.support.obedient import Order
 from tests.support.queues import depth
@@ -301,3 +301,18 @@ async def test_as_process_1_it_hears_signals_and_reaps_what_others_left_behind(
                 if parent == supervisor and state == "Z"]  # fmt: skip
     os.kill(supervisor, signal.SIGTERM)
     assert await stopped(fleet) == 0
+
+
+async def test_a_worker_whose_event_loop_stands_still_is_gone_in_time_and_not_killed(
+    publisher: Publisher, declared: Declared, start_worker: Start, runs: Runs
+) -> None:
+    await declared(unruly.app)
+    fleet = start_worker(
+        "--processes", "2", "--grace", "2", "unruly.blocks", app="tests.support.unruly:app"
+    )
+    await consuming(fleet, 2)
+    await publisher.publish(unruly.Blocks, "600")
+    await eventually(lambda: runs.all())
+    fleet.signal(signal.SIGTERM)
+    assert await stopped(fleet) == 0, fleet.log
+    assert "did not stop in time" not in fleet.log
