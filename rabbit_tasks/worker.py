@@ -408,7 +408,8 @@ class Worker:
 
         channel.on_consumer_cancel_callbacks.add(
             lambda _: end(
-                f"consumer cancelled by the broker; is the queue there? {declare.COMMAND}"
+                "consumer cancelled by the broker: its queue is gone "
+                f"({declare.COMMAND}), or a handler takes longer than its ack_timeout"
             )
         )
         closing = channel.closing
