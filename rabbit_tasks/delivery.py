@@ -521,7 +521,8 @@ class Handling:
                 await publisher.send(exchange, key, delivery.body, copy)
         for one in why:
             if how_often := self._repeats.over(one):
-                self._log(logging.INFO, delivery, f"is held no more: copies are taken, {how_often}")
+                text = f"is held no more: copies are taken again, {how_often}"
+                self._log(logging.INFO, delivery, text)
         return True
 
     async def _hold(self, pause: float) -> None:

@@ -39,8 +39,8 @@ class Repeats:
         thing = self._things.pop(about, None)
         if thing is None:
             return None
-        times = f"{thing.times} times" if thing.times > 1 else "once"
-        return f"after {time.monotonic() - thing.since:.1f} s, {times}"
+        times = f"{thing.times} failures" if thing.times > 1 else "one failure"
+        return f"after {time.monotonic() - thing.since:.1f} s and {times}"
 
 
 class _Said:

@@ -77,6 +77,8 @@ MOMENT: Final = 0.5
 """Seconds after the order to stop for what has not begun to consume."""
 SOONEST: Final = 2.0
 """Seconds that a stop may take in any case, however short the grace time, and at a second signal."""
+FAREWELL: Final = 0.2
+"""Seconds before the end of that time, at which the process begins to end whatever is still open."""
 LONGEST_RESERVE: Final = 5.0
 """Seconds of the grace time, or else a quarter of it, for putting back what handlers have not done."""
 
@@ -161,10 +163,11 @@ class Worker:
         if self._deadline is not None:
             grace = self._settings.grace.total_seconds()
             again, self._asked = self._asked, True
-            self._deadline.set(time.monotonic() + (SOONEST if again else max(grace, SOONEST)))
+            seconds = SOONEST if again else max(grace, SOONEST)
+            self._deadline.set(time.monotonic() + seconds - FAREWELL)
 
     def _be_gone_within(self, seconds: float) -> None:
-        self._gone_by = min(self._gone_by, time.monotonic() + seconds)
+        self._gone_by = min(self._gone_by, time.monotonic() + seconds - FAREWELL)
         if self._deadline is not None:
             self._deadline.set(self._gone_by)
 
@@ -305,7 +308,7 @@ class Worker:
             log.info(
                 "connected to RabbitMQ %s: %d slots on %s%s",
                 connection.server_version, len(self._slots), queues,
-                f"; there was no session, {outage}" if outage else "",
+                f"; again, {outage}" if outage else "",
                 extra={"fields": {"worker": self.name, "slots": len(self._slots)}},
             )  # fmt: skip
             self._worked = True
@@ -313,7 +316,8 @@ class Worker:
             await _all_of(self._slots)
             if not self._stop.is_set():
                 code, text = connection.close_reason or (0, "")
-                raise ConnectError(f"connection lost{f': {code} {text}' if code else ''}")
+                why = f": {code} {text}" if code else ", without a word from the broker"
+                raise ConnectError(f"connection lost{why}")
         except asyncio.CancelledError:
             if not is_cancelled():
                 raise ConnectError("connection lost") from None

@@ -3,6 +3,7 @@
 
     broker.py up                        start a node; prints {"url": …, "api": …, "folder": …}
     broker.py --folder FOLDER VERB      stop, start, kill, freeze, thaw; rm ends it and deletes its data
+    broker.py --folder FOLDER ctl …     rabbitmqctl on it
     broker.py installed                 exit 0 where there is a rabbitmq-server to start
     broker.py --port PORT answers       wait until a broker there answers in AMQP
 
@@ -31,7 +32,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-VERBS = ("up", "stop", "start", "kill", "freeze", "thaw", "rm", "installed", "answers")
+VERBS = ("up", "stop", "start", "kill", "freeze", "thaw", "ctl", "rm", "installed", "answers")
 STARTUP = 120.0
 """Seconds for a node to accept connections: a busy, small machine takes half of it."""
 
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where the node's data and its state are")
     parser.add_argument("--port", type=int, help="of the broker that `answers` waits for")
     parser.add_argument("verb", choices=VERBS)
+    parser.add_argument("arguments", nargs="*", help="of rabbitmqctl")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so through every clean-up
     if args.verb == "installed":
@@ -73,6 +75,15 @@ def main() -> None:
             tell(node, signal.SIGSTOP)
         case "thaw":
             tell(node, signal.SIGCONT)
+        case "ctl":
+            program = server()
+            assert program is not None
+            sys.exit(
+                subprocess.run(
+                    [program.with_name("rabbitmqctl"), "--node", node["name"], *args.arguments],
+                    env=environment(node),
+                ).returncode
+            )
         case "rm":
             remove(node)
 

@@ -2,7 +2,8 @@
 
 RABBIT_TASKS_TEST_URL        an AMQP URL whose user may administer the broker (guest, as installed)
 RABBIT_TASKS_TEST_API        its management API; default: port 15672 of the same host
-RABBIT_TASKS_TEST_BROKER     a command that takes `stop`, `start`, `kill`, `freeze`, `thaw`
+RABBIT_TASKS_TEST_BROKER     a command that takes `stop`, `start`, `kill`, `freeze`, `thaw`, and `ctl`
+                             with the arguments of rabbitmqctl
 Without them: testcontainers where Docker has the image or can pull it, else a private rabbitmq-server.
 """
 
@@ -48,6 +49,13 @@ class Broker:
     @property
     def has_api(self) -> bool:
         return self._api is not None
+
+    def ctl(self, *arguments: str) -> bool:
+        """Run rabbitmqctl on it; False where there is no way to, or it fails."""
+        if self._command is None:
+            return False
+        done = subprocess.run([*self._command, "ctl", *arguments], capture_output=True, timeout=60)
+        return done.returncode == 0
 
     def hurt(self, verb: str) -> None:
         """stop, start, kill, freeze or thaw; `start` returns when it takes connections."""

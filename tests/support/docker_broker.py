@@ -1,4 +1,4 @@
-"""stop, start, kill, freeze or thaw a container: `docker_broker.py CONTAINER API VERB`."""
+"""stop, start, kill, freeze, thaw a container, or ctl …: `docker_broker.py CONTAINER API VERB`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import sys
 VERBS = {"stop": "stop", "start": "start", "kill": "kill", "freeze": "pause", "thaw": "unpause"}
 
 if __name__ == "__main__":
-    container, api, verb = sys.argv[1:]
+    container, api, verb, *arguments = sys.argv[1:]
+    if verb == "ctl":
+        command = ["docker", "exec", container, "rabbitmqctl", *arguments]
+        sys.exit(subprocess.run(command).returncode)
     subprocess.run(["docker", VERBS[verb], container], check=True)
     if verb == "start":
         from tests.support.brokers import wait_for_api
