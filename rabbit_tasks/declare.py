@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Self
 from urllib.parse import quote
 
 import aiormq.exceptions as amqp
@@ -99,8 +99,13 @@ async def declare(connection: Connection, topology: Topology) -> list[str]:
 
 async def missing(connection: Connection, topology: Topology) -> list[str]:
     """The queues and exchanges that are not there; needs no configure permission."""
-    names = [e.name for e in topology.exchanges if not await _exchange_exists(connection, e.name)]
-    return names + [q.name for q in topology.queues if not await _queue_exists(connection, q.name)]
+    looks: list[tuple[str, Call]] = [
+        *((e.name, partial(_look_for_exchange, name=e.name)) for e in topology.exchanges),
+        *((q.name, partial(_look_for_queue, name=q.name)) for q in topology.queues),
+    ]
+    # All on one channel: every worker begins with this, and one that replaces a dead one in a hurry.
+    async with _Questions(connection) as questions:
+        return [name for name, look in looks if not await _exists(questions, name, look)]
 
 
 # --- one object ---------------------------------------------------------------------------------
@@ -214,51 +219,74 @@ async def _unbind(channel: Channel, binding: Binding) -> None:
     )
 
 
-async def _queue_exists(connection: Connection, name: str) -> bool:
-    async def look(channel: Channel) -> None:
-        await channel.queue_declare(name, passive=True, timeout=RPC_TIMEOUT)
+async def _look_for_queue(channel: Channel, name: str) -> None:
+    await channel.queue_declare(name, passive=True, timeout=RPC_TIMEOUT)
 
-    return await _exists(connection, name, look)
+
+async def _look_for_exchange(channel: Channel, name: str) -> None:
+    await channel.exchange_declare(name, passive=True, timeout=RPC_TIMEOUT)
+
+
+async def _queue_exists(connection: Connection, name: str) -> bool:
+    async with _Questions(connection) as questions:
+        return await _exists(questions, name, partial(_look_for_queue, name=name))
 
 
 async def _exchange_exists(connection: Connection, name: str) -> bool:
-    async def look(channel: Channel) -> None:
-        await channel.exchange_declare(name, passive=True, timeout=RPC_TIMEOUT)
-
-    return await _exists(connection, name, look)
+    async with _Questions(connection) as questions:
+        return await _exists(questions, name, partial(_look_for_exchange, name=name))
 
 
-# --- one question to the broker: each on a channel of its own, since a "no" closes it -------------
+# --- one question to the broker -----------------------------------------------------------------
 
 Call = Callable[[Channel], Awaitable[None]]
 
 
-async def _do(connection: Connection, name: str, call: Call) -> None:
-    """TopologyError where the broker says no, in its own words and with the next step."""
-    channel: Channel | None = None
-    try:
-        channel = await connection.open()
-        await call(channel)
-    except amqp.ChannelAccessRefused as error:
-        raise TopologyError(
-            f"{name}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
-        ) from None
-    except TimeoutError:
-        raise ConnectError(
-            f"{name}: the broker did not answer within {RPC_TIMEOUT:g} s; it may lack a majority of "
-            "its nodes: rabbitmq-diagnostics cluster_status"
-        ) from None
-    except LOST as error:
-        if connection.is_lost:
-            close = connection.close_reason
-            raise ConnectError(
-                f"{name}: connection lost" + (f": {close[0]} {close[1]}" if close else "")
-            ) from None
-        raise error
-    finally:
-        if channel is not None:
+class _Questions:
+    """Questions to the broker, on one channel for as long as the answer is not "no", which closes it:
+    then the next one is asked on another."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._channel: Channel | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._channel is not None:
             with suppress(Exception):
-                await channel.close(timeout=RPC_TIMEOUT)
+                await self._channel.close(timeout=RPC_TIMEOUT)
+
+    async def ask(self, name: str, call: Call) -> None:
+        """TopologyError where the broker says no, in its own words and with the next step."""
+        connection = self._connection
+        try:
+            if self._channel is None or self._channel.is_closed:
+                self._channel = await connection.open()
+            await call(self._channel)
+        except amqp.ChannelAccessRefused as error:
+            raise TopologyError(
+                f"{name}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
+            ) from None
+        except TimeoutError:
+            raise ConnectError(
+                f"{name}: the broker did not answer within {RPC_TIMEOUT:g} s; it may lack a majority "
+                "of its nodes: rabbitmq-diagnostics cluster_status"
+            ) from None
+        except LOST as error:
+            if connection.is_lost:
+                close = connection.close_reason
+                raise ConnectError(
+                    f"{name}: connection lost" + (f": {close[0]} {close[1]}" if close else "")
+                ) from None
+            raise error
+
+
+async def _do(connection: Connection, name: str, call: Call) -> None:
+    """One question, on a channel of its own."""
+    async with _Questions(connection) as questions:
+        await questions.ask(name, call)
 
 
 async def _create(connection: Connection, name: str, call: Call) -> None:
@@ -271,9 +299,9 @@ async def _create(connection: Connection, name: str, call: Call) -> None:
         ) from None
 
 
-async def _exists(connection: Connection, name: str, look: Call) -> bool:
+async def _exists(questions: _Questions, name: str, look: Call) -> bool:
     try:
-        await _do(connection, name, look)
+        await questions.ask(name, look)
     except amqp.ChannelNotFoundEntity:
         return False
     except amqp.ChannelLockedResource:
