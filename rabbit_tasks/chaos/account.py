@@ -128,9 +128,9 @@ class Account:
     workers: int = 0
     """Worker processes that took messages."""
     recovery: list[float] = field(default_factory=list)
-    """Seconds from a task's first death to its next run, sorted."""
+    """Seconds from a death in mid-work to the task's next run, sorted."""
     recovery_later: list[float] = field(default_factory=list)
-    """Seconds from its later deaths, which the crashed queues draw out on purpose, sorted."""
+    """The same of second deaths and later ones, after which a task is made to wait, sorted."""
     at_once: int = 0
     """Runs of a task that began in a process while another run of it went on there."""
     seconds: float = 0.0
@@ -429,22 +429,19 @@ def _explain(
             if _take(sources, None, math.inf) is None:
                 story = _story(events, known, f"a copy is in {queue}")
                 made.unexplained.append(Missing(task, story))
-        _recovery(made, runs)
+        _recovery(made, runs, [event.at for event in events if event.kind == "waits"])
     made.again = {why: again[why] for why in (*SURENESS, UNEXPLAINED) if again[why]}
     made.recovery.sort()
     made.recovery_later.sort()
 
 
-def _recovery(made: Account, runs: Sequence[_Run]) -> None:
+def _recovery(made: Account, runs: Sequence[_Run], waits: Sequence[float]) -> None:
     """How long a task waited for its next run after each of its deaths."""
-    deaths = 0
     for run, following in pairwise(runs):
         if run.how == "kill" and run.end is not None:
-            deaths += 1
-            waits = made.recovery if deaths == 1 else made.recovery_later
-            waits.append(max(0.0, following.start - run.end))
-        elif run.how:
-            deaths = 0  # an outcome: the next death is a first one again
+            made_to_wait = any(run.end <= at <= following.start for at in waits)
+            found = made.recovery_later if made_to_wait else made.recovery
+            found.append(max(0.0, following.start - run.end))
 
 
 def _miss(

@@ -15,8 +15,9 @@ from rabbit_tasks.errors import PublishError, Unroutable
 
 WINDOW: Final = 100
 """Publishes on their way at once."""
-BACKLOG: Final = 5_000
-"""Tasks that are confirmed and not yet worked off, at most: so that memory stays flat for millions."""
+BACKLOG: Final = 1_000
+"""Tasks that are published and not yet worked off, at most, or some more for a large fleet: memory
+stays flat for millions, and what comes again does not wait behind all the others."""
 PAUSE: Final = 1.0
 
 
@@ -28,6 +29,7 @@ class Post:
         self._publisher = publisher
         self._finished = finished
         self._poison = plan.poisoned()
+        self._backlog = max(BACKLOG, 4 * plan.workers * plan.concurrency)
         self._next = 0
         self._stop = asyncio.Event()
         self.confirmed = bytearray(plan.tasks)
@@ -57,7 +59,7 @@ class Post:
 
     async def _pump(self) -> None:
         while self._next < self._plan.tasks and not self._stop.is_set():
-            if self._next - self._finished() >= BACKLOG:
+            if self._next - self._finished() >= self._backlog:
                 await asyncio.sleep(0.05)
                 continue
             task, self._next = self._next, self._next + 1

@@ -312,13 +312,13 @@ def _workers(result: Result) -> list[str]:
     if (others := result.supervised_deaths - account.deaths) > 0:
         lines.append(_row("", others, "more deaths, not by our hand: see fleet.log"))
     for name, waits in (
-        ("recovery", account.recovery), ("later recoveries", account.recovery_later),
+        ("recovery", account.recovery), ("recovery, later", account.recovery_later),
     ):  # fmt: skip
         middle, late = percentile(waits, 0.5), percentile(waits, 0.99)
         if middle is not None and late is not None:
             note = f"median, {_seconds(late)} p99"
             if waits is account.recovery_later:
-                note += ", after second deaths, which wait in the crashed queues on purpose"
+                note += ", after second deaths: these tasks are made to wait"
             lines.append(_row(name, _seconds(middle), note))
     for i, one in enumerate(result.hurts, 1):
         lines.append(_row(f"broker command {i}", "", str(one)))
