@@ -14,6 +14,7 @@ import os
 import resource
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Awaitable
 from datetime import timedelta
@@ -79,6 +80,8 @@ class Tells(Consumer[str]):
             assert len(noted("load")) == 2
         if body == "slowly":
             time.sleep(0.05)
+        if body == "hold on":
+            threading.Thread(target=time.sleep, args=[600]).start()
         raise Park(str(os.getpid()))
 
 

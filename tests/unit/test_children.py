@@ -309,8 +309,25 @@ async def test_a_recycling_that_fails_while_a_message_waits_costs_it_no_attempt(
         assert await waiting != old
 
 
+async def test_a_recycled_child_that_does_not_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "LEAVE_TIMEOUT", 0.3)
+    async with children_of(Twice()) as children:
+        old = await pid_of(children, "hold on")
+        assert await pid_of(children) == old
+        await eventually(lambda: is_gone(old))
+
+
 async def test_whoever_closes_while_a_successor_loads_leaves_none_behind() -> None:
     async with children_of(Twice()) as children:
         await pid_of(children)
         await pid_of(children)
     assert await all_gone()
+
+
+def test_memory_is_measured_with_proc_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_proc = module.memory()
+    monkeypatch.setattr(module, "Path", lambda name: Path("/there/is/none") / name[1:])
+    most = module.memory()
+    assert 10 < with_proc <= most + 1 < 10_000
