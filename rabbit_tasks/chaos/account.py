@@ -299,6 +299,9 @@ def _sources(
         end = run.end if run.end is not None else run.start
         if run.how == "fail":
             found.append(_Source(RETRIED, run.attempt + 1, end))
+            until = math.inf if run.settled is None else run.settled
+            if times.is_troubled(run.worker, run.start, until):
+                found.append(_Source(COPIED_AGAIN, run.attempt + 1, end))
         if why := _redelivered(run, end, times):
             found.append(_Source(why[0], run.attempt, why[1]))
     for event in events:

@@ -177,16 +177,20 @@ class _Listener(logging.Handler):
 
 
 def kind_of(text: str) -> Kind | None:
-    """What a log line means for the account."""
-    if "channel lost with message" in text or "not consuming (" in text:
-        return "lost"
-    if "is held, its copy was not taken" in text:
-        return "held"
+    """What a log line means for the account. (In an outage not every one is said.)"""
     if "comes again: its worker died" in text and "run again in" in text:
         return "waits"
-    if "connected to RabbitMQ" in text:
+    if "is held, its copy was not taken" in text or "is held no more" in text:
+        return "held"
+    if "connected to RabbitMQ" in text and "; again" not in text:
         return "ready"
-    return "lost" if "connection lost" in text or "; next try in" in text else None
+    if any(words in text for words in _OF_LOSSES):
+        return "lost"
+    return None
+
+
+_OF_LOSSES: Final = ("connected to RabbitMQ", "channel lost with message", "not consuming (",
+                     "consuming again", "connection lost", "; next try in")  # fmt: skip
 
 
 def _number(message_id: object) -> int:

@@ -210,6 +210,14 @@ def test_a_retry_copy_that_was_held_and_published_again_explains_one_more_run() 
     assert reasons(made.account()) == {why.RETRIED: 1, why.COPIED_AGAIN: 1}
 
 
+def test_a_connection_lost_while_a_copy_is_made_explains_a_second_copy() -> None:
+    book = Book().run(0, "fail").write("lost").write("settled", 0)
+    made = book.run(0, "done", "settled", attempt=2).run(
+        0, "done", "settled", attempt=2, worker="b"
+    )
+    assert reasons(made.account()) == {why.RETRIED: 1, why.COPIED_AGAIN: 1}
+
+
 def test_a_worker_killed_while_it_lets_a_message_wait_may_leave_two() -> None:
     made = (
         Book().run(0, "kill", worker="c").write("waits", 0, worker="d").run(1, "kill", worker="d")
@@ -477,7 +485,12 @@ def test_what_the_log_tells_is_written_down() -> None:
     assert kind_of("q: not consuming (the channel was closed); again in 0.3 s") == "lost"
     assert kind_of("connection lost; next try in 0.3 s") == "lost"
     assert kind_of("q: message 5 is held, its copy was not taken (x); next try in 0.5 s") == "held"
+    assert kind_of("q: message 5 is held no more: copies are taken again, after 3.0 s") == "held"
+    assert kind_of("q: message 5 comes again: its worker died 2 times; run again in 2s") == "waits"
+    assert kind_of("q: message 5 comes again: its worker died, or lost it") is None
     assert kind_of("connected to RabbitMQ 4.3.6: 1 slots on q") == "ready"
+    assert kind_of("connected to RabbitMQ 4.3.6: 1 slots on q; again, after 3.0 s") == "lost"
+    assert kind_of("q: consuming again, after 3.0 s and one failure") == "lost"
     assert kind_of("q: message 5 put back") is None
 
 
