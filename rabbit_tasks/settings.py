@@ -67,7 +67,8 @@ class _Values(TypedDict, total=False):
 class Settings(BaseSettings):
     """Read from the environment, `RABBIT_TASKS_<NAME>`, where not given as an argument or None.
 
-    url                 the broker, or several nodes of it separated by commas, tried in turn:
+    url                 the broker, or several nodes of it separated by commas, tried in an order
+                        drawn by lot, so that workers which lost one node spread over the others:
                         amqp://user:password@host:port/vhost, amqps:// for TLS. In a URL, write
                         @ : / % # ? , in passwords and virtual hosts as
                         %40 %3A %2F %25 %23 %3F %2C
@@ -80,7 +81,8 @@ class Settings(BaseSettings):
                         about three of them. 1 s to 10 min
     connect_timeout     for one attempt to connect, over all URLs
     publish_timeout     for the broker's answer to a publish
-    grace               how long a stopping worker lets the current messages finish
+    grace               within which a stopping worker is gone (2 s at least): handlers may finish
+                        until its last quarter, 5 s at most, in which their messages are put back
     reconnect_cap       the longest pause between two attempts to connect
     restart_cap         the longest pause before a supervisor replaces a worker that died
     error_stack         False: leave stack traces out of message headers

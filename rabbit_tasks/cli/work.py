@@ -40,7 +40,7 @@ def work(
     grace: Annotated[
         str | None,
         typer.Option(
-            metavar="DURATION", help="How long to finish after SIGTERM.", show_default="30s"
+            metavar="DURATION", help="Be gone within this time after SIGTERM.", show_default="30s"
         ),
     ] = None,
     processes: Annotated[
