@@ -237,25 +237,3 @@ async def test_no_child_outlives_its_worker(
     for worker in workers:
         with pytest.raises(ProcessLookupError):  # nor anything else of its group
             await eventually(lambda worker=worker: os.killpg(worker.pid, 0), within=3)  # type: ignore[misc]
-
-
-async def test_a_frozen_broker_does_not_keep_a_worker_from_stopping(
-    publisher: Publisher, declared: Declared, start_worker: Start, runs: Runs, broker: Broker
-) -> None:
-    if not broker.can_be_hurt:
-        pytest.skip("this broker must not be frozen")
-    await declared(patient.app)
-    busy = start_worker("--grace", "0.5", app=PATIENT).ready()
-    await publish_to_each(publisher, Order(do="sleep", seconds=600))
-    await eventually(lambda: len(runs.all()) == 3)
-    idle = start_worker("--grace", "0.5", app=PATIENT).ready()
-    broker.hurt("freeze")
-    try:
-        started = time.monotonic()
-        for worker in (busy, idle):
-            worker.signal(signal.SIGTERM)
-        for worker in (busy, idle):
-            assert await stopped(worker, 60) == 0
-    finally:
-        broker.hurt("thaw")
-    assert time.monotonic() - started < 20  # the grace, last words, what it takes to close
