@@ -39,7 +39,7 @@ class Hurts:
 
     def __init__(self, command: str, times: int, folder: Path) -> None:
         self._command = command
-        self._times = times
+        self.times = times
         self._folder = folder
         self.done: list[Done] = []
         self.running: asyncio.Task[Done] | None = None
@@ -48,8 +48,8 @@ class Hurts:
         """Whether it is time for the next one, this share of the work being done."""
         return (
             self.running is None
-            and len(self.done) < self._times
-            and share >= (len(self.done) + 1) / (self._times + 1)
+            and len(self.done) < self.times
+            and share >= (len(self.done) + 1) / (self.times + 1)
         )
 
     def start(self) -> None:

@@ -12,11 +12,11 @@ import aiormq.exceptions as amqp
 from aiormq.abc import DeliveredMessage
 
 from rabbit_tasks import parking
-from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, connect
+from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, connect, words
 from rabbit_tasks.chaos.app import app_of
 from rabbit_tasks.chaos.plan import Plan
 from rabbit_tasks.declare import declare
-from rabbit_tasks.errors import ConnectError, RabbitTasksError
+from rabbit_tasks.errors import RabbitTasksError
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.settings import Settings
 from rabbit_tasks.topology import PARKING_LOT
@@ -131,16 +131,21 @@ class Queues:
         return found
 
     async def remove(self) -> int:
-        """Delete what `make` created; how many queues."""
+        """Delete what `make` created; how many queues. NotRemoved where we may not."""
         if not self._is_there:
             return 0
-        channel = await (await self.connection()).open()
+        refused: list[str] = []
         removed = 0
+        channel = await (await self.connection()).open()
         for queue in self._topology.queues:
             if not queue.name.startswith(self._plan.prefix):
                 continue
-            await channel.queue_delete(queue.name, timeout=RPC_TIMEOUT)
-            removed += 1
+            try:
+                await channel.queue_delete(queue.name, timeout=RPC_TIMEOUT)
+                removed += 1
+            except amqp.ChannelAccessRefused as error:
+                refused.append(words(error))
+                channel = await (await self.connection()).open()
         if self._made_exchange:
             # Somebody else's app may use it by now: the broker keeps it then (406).
             with suppress(amqp.AMQPError):
@@ -148,6 +153,9 @@ class Queues:
         self._is_there = False
         with suppress(Exception):
             await channel.close(timeout=RPC_TIMEOUT)
+        # (Who may not delete may not create either: then there is nothing of ours.)
+        if refused and self._made_at:
+            raise NotRemoved(refused[0])
         return removed
 
     async def surely(self, ask: Callable[[], Awaitable[T]], patience: float = PATIENCE) -> T:
@@ -158,7 +166,7 @@ class Queues:
                 async with asyncio.timeout(patience):
                     return await ask()
             except (*LOST, amqp.AMQPError, RabbitTasksError, TimeoutError, OSError) as error:
-                if isinstance(error, ConnectError) and error.permanent:
+                if isinstance(error, NotRemoved) or getattr(error, "permanent", False):
                     raise
                 if asyncio.get_running_loop().time() > deadline:
                     raise

@@ -72,6 +72,7 @@ class Result:
     account: Account
     server_version: str
     hurts: list[Done] = field(default_factory=list)
+    hurts_wanted: int = 0
     hung: str = ""
     """Where what hung, if the run was given up."""
     supervised_deaths: int = 0
@@ -354,7 +355,8 @@ class Trial:
         made = await asyncio.to_thread(account, known, interrupted=interrupted)
         fleet = self._fleet
         return Result(
-            self.plan, made, self._queues.server_version, self._hurts.done, hung,
+            self.plan, made, self._queues.server_version, self._hurts.done,
+            self._hurts.times, hung,
             supervised_deaths=await asyncio.to_thread(fleet.deaths) if fleet else 0,
         )  # fmt: skip
 

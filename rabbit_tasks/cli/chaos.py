@@ -322,6 +322,8 @@ def _workers(result: Result) -> list[str]:
             lines.append(_row(name, _seconds(middle), note))
     for i, one in enumerate(result.hurts, 1):
         lines.append(_row(f"broker command {i}", "", str(one)))
+    if (undone := result.hurts_wanted - len(result.hurts)) > 0:
+        lines.append(_row("broker command", "", f"not run {undone} more times: the work was over"))
     lines.append(_row("rate", f"{account.rate:,.0f}/s", f"over {account.seconds:,.1f} s"))
     return lines
 
