@@ -179,18 +179,23 @@ class Connection(aio_pika.Connection):
         """Close; a broker that does not answer within so many seconds loses its socket."""
         # In a task of its own: the library waits for 2 s more where it is cancelled, for an answer.
         closing = asyncio.create_task(self.close())
+        closing.add_done_callback(_seen)
         try:
             await asyncio.wait([closing], timeout=within)
         finally:
             self.abort()
             await _passes()
             closing.cancel()
-            if closing.done() and not closing.cancelled():
-                closing.exception()  # it is gone, and that is what we want
 
     def abort(self) -> None:
         """Drop the socket: whoever waits for the broker is told at once that it is gone."""
         self._factory.abort()
+
+
+def _seen(task: asyncio.Task[None]) -> None:
+    """However it ended, asyncio need not complain that nobody asked."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _passes() -> None:
@@ -279,6 +284,7 @@ async def _connect(
     )  # fmt: skip
     connection.address = address
     handshake = asyncio.create_task(connection.connect())
+    handshake.add_done_callback(_seen)
     is_in = False
     try:
         done, _ = await asyncio.wait([handshake], timeout=share)

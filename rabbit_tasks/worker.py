@@ -223,7 +223,7 @@ class Worker:
     def _tell_pause(self, state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         pause = state.next_action.sleep if state.next_action else 0.0
-        if isinstance(error, RabbitTasksError | OSError | amqp.AMQPError | TimeoutError):
+        if isinstance(error, (RabbitTasksError, OSError, TimeoutError, amqp.AMQPError, *LOST)):
             why = str(error) or repr(error)
             ending = self._repeats.say("outage", why)
             if ending is not None:
@@ -363,6 +363,8 @@ class Worker:
             started = time.monotonic()
             try:
                 why = await self._consume(connection, handling)
+            except amqp.ChannelAccessRefused as error:
+                why = f"{words(error)}; allow it: {connection.permit}"
             except (*LOST, amqp.AMQPError, TimeoutError) as error:
                 why = words(error)
             except asyncio.CancelledError:

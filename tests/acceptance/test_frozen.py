@@ -27,7 +27,7 @@ Declared = Callable[[App], Awaitable[None]]
 Start = Callable[..., WorkerProcess]
 PATIENT = "tests.support.patient:app"
 STALLING = "tests.support.stalling"
-SLACK = 0.5
+SLACK = 1.0
 """Seconds for a busy machine to tell us that a process is gone."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -10,8 +11,17 @@ from typing import Any
 
 import pytest
 
-from rabbit_tasks import App, ConfigurationError, Consumer, Message, Publisher, Settings
+from rabbit_tasks import (
+    App,
+    ConfigurationError,
+    Consumer,
+    Message,
+    Publisher,
+    RetryPolicy,
+    Settings,
+)
 from rabbit_tasks.broker import Connection
+from rabbit_tasks.declare import declare
 from rabbit_tasks.errors import PublishError
 from rabbit_tasks.worker import Worker
 from tests.conftest import eventually
@@ -103,6 +113,80 @@ async def test_a_queue_missing_after_a_reconnect_stops_its_own_consumer_only(
         await another.publish(One, {})
         await eventually(lambda: done.count("one") == 2, within=20)
     assert running.is_running
+
+
+async def test_a_permission_missing_after_a_reconnect_stops_its_own_consumer_only(
+    publisher: Publisher, broker: Broker, vhost: str, declared: Declared,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    done: list[str] = []
+
+    class Open(Consumer[dict[str, Any]]):
+        queue = "open"
+
+        async def handle(self, body: dict[str, Any], message: Message) -> None:
+            done.append(message.queue)
+
+    class Shut(Open):
+        queue = "shut"
+
+    app = App("two", [Open(), Shut()])
+    await declared(app)
+    broker.create_user("narrow", "s")
+    try:
+        broker.allow(vhost, "narrow")
+        running = Running(app, Settings(url=broker.url(vhost, "narrow", "s")))
+        for kind in (Open, Shut):
+            await publisher.publish(kind, {})
+        await eventually(lambda: sorted(done) == ["open", "shut"])
+        broker.allow(vhost, "narrow", read="^open")
+        await eventually(lambda: asyncio.to_thread(broker.close_connections, vhost), within=20)
+        await eventually(lambda: "shut: not consuming" in caplog.text, within=15)
+        assert "ACCESS_REFUSED" in caplog.text
+        assert f"allow it: rabbitmqctl set_permissions -p {vhost} narrow" in caplog.text
+        async with Publisher.open(Settings(url=broker.url(vhost))) as another:
+            for kind in (Shut, Open):
+                await another.publish(kind, {})
+            await eventually(lambda: done.count("open") == 2, within=10)
+            broker.allow(vhost, "narrow")
+            await eventually(lambda: done.count("shut") == 2, within=20)
+        await running.end()
+    finally:
+        broker.delete_user("narrow")
+
+
+async def test_twenty_slots_that_hold_copies_for_one_reason_say_so_five_times_and_once_at_the_end(
+    connection: Connection, publisher: Publisher, run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rabbit_tasks")
+
+    class Wide(Consumer[dict[str, Any]]):
+        queue = "wide"
+        concurrency = 20
+        retry = RetryPolicy(delays=(timedelta(milliseconds=100),))
+
+        def __init__(self) -> None:
+            self.attempts: list[int] = []
+
+        async def handle(self, body: dict[str, Any], message: Message) -> None:
+            self.attempts.append(message.attempt)
+            if message.attempt == 1:
+                raise ValueError
+
+    wide = Wide()
+    running = await run(App("wide", [wide]))
+    await eventually(lambda: "connected to RabbitMQ" in caplog.text)
+    channel = await connection.open()
+    await channel.queue_delete("wide.retry.1.100ms")
+    for _ in range(20):
+        await publisher.publish(Wide, {})
+    await eventually(lambda: len(wide.attempts) == 20)
+    await asyncio.sleep(2)  # three or four tries of each
+    assert caplog.text.count("is held, its copy was not taken") == 5
+    await declare(connection, App("wide", [wide]).topology)
+    await eventually(lambda: wide.attempts.count(2) == 20, within=15)
+    assert caplog.text.count("is held no more") == 1
+    await running.end()
 
 
 async def test_a_closed_publisher_publishes_no_more_and_opens_nothing(
