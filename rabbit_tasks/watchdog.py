@@ -32,6 +32,8 @@ class Watchdog:
             if hasattr(type(c).handle, "__code__")
         }
         self._patience = patience
+        # Well within our patience, or a loop that only waits would seem to stand.
+        self._beat_every = min(BEAT, patience / 4)
         self._over = threading.Event()
         self._beaten = 0.0
         self._thread_id = 0
@@ -48,7 +50,7 @@ class Watchdog:
     def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
         self._beaten = time.monotonic()
         if not self._over.is_set():
-            loop.call_later(BEAT, self._beat, loop)
+            loop.call_later(self._beat_every, self._beat, loop)
 
     def _watch(self) -> None:
         told = 0.0

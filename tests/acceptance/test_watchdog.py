@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable
 
+import pytest
+
 from rabbit_tasks import App, Publisher
+from rabbit_tasks.watchdog import Watchdog
 from tests.conftest import eventually
 from tests.support import unruly
 from tests.support.workers import Runs, WorkerProcess
@@ -43,3 +48,16 @@ async def test_a_handler_that_computes_in_short_steps_is_not_blamed(
         await publisher.publish(unruly.Blocks, "0.5")
     await eventually(lambda: len(runs.all("end")) == 5)
     assert "has stood still" not in worker.log
+
+
+async def test_a_loop_that_only_waits_is_not_blamed_whatever_the_heartbeat(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With one of 1 s it has half a second, and may not be heard less often than that."""
+    watchdog = Watchdog((), patience=0.3)
+    watchdog.start()
+    time.sleep(0.6)  # noqa: ASYNC251 (so that it beats and is looked at at different moments)
+    assert caplog.text.count("has stood still") == 1
+    await asyncio.sleep(1.5)
+    watchdog.stop()
+    assert caplog.text.count("has stood still") == 1
