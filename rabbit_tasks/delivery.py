@@ -199,6 +199,9 @@ class Runs:
             if not is_in_doubt or delivery.properties.number("timestamp") is None:
                 return
             identity = _sameness(delivery)
+        elif run.deaths is not None:
+            # Its copy, which may be on the broker, differs in our headers alone, and must be run.
+            identity = _sameness(delivery)
         self._orphans.setdefault(identity, deque()).append(run)
         for key, runs in list(self._orphans.items()):
             while runs and runs[0].lost_at < run.lost_at - ORPHANS_KEPT:

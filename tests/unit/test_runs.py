@@ -26,10 +26,15 @@ class Line:
 
     frame_max: int = 131_072
     acked: list[int] = field(default_factory=list)
+    breaks: bool = False
+    """The connection goes with the next ack, which the broker may have all the same."""
     copies: list[tuple[str, Properties]] = field(default_factory=list)
 
     async def basic_ack(self, tag: int, *, wait: bool) -> None:
         self.acked.append(tag)
+        if self.breaks:
+            self.breaks = False
+            raise ConnectionResetError
 
     async def connect(self) -> Line:
         return self
@@ -222,11 +227,13 @@ async def test_a_message_without_an_id_joins_nothing(process: Process) -> None:
     assert process.line.acked == [2]
 
 
+@pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_copy_that_waited_because_workers_died_is_not_settled_by_its_original(
-    process: Process, again: bool
+    process: Process, again: bool, breaks: bool
 ) -> None:
     """Its original was copied and acked; then the connection was lost, and the copy came home."""
+    process.line.breaks = breaks
     await process.deliver(1, again=True, headers={"x-delivery-count": 2})
     await process.all_through()
     ((key, copy),) = process.line.copies
