@@ -51,7 +51,7 @@ async def test_with_declare_it_creates_them_and_works(
     message_id = await publisher.publish(Obey, Order(do="raise", times=2))
     await eventually(lambda: runs.all("end", message_id))
     assert runs.attempts(message_id) == [1, 2, 3]
-    assert worker.log.count("created obey.async") == 4
+    assert worker.log.count("created obey.async") == 8
 
 
 async def test_who_may_not_declare_may_work(
@@ -114,7 +114,7 @@ async def test_a_worker_waits_for_a_broker_that_is_not_there_yet(
     await declared(obedient)
     line = Line(broker)
     worker = start_worker("obey.async", RABBIT_TASKS_URL=line.url(vhost))
-    await eventually(lambda: worker.log.count("next try in") >= 3)
+    await eventually(lambda: "next try in" in worker.log)
     tries = worker.lines()
     assert all("cannot be reached" in line["message"] for line in tries)
     assert all("RABBIT_TASKS_URL" in line["message"] for line in tries)
