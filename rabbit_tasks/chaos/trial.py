@@ -190,7 +190,8 @@ class Trial:
             # (A quorum queue that is younger than half a second may come back empty from a kill.)
             elif self._queues.age > 2 and self._hurts.due(self.progress.finished / self.plan.tasks):
                 self._hurts.start()
-            if time.monotonic() - looked > LOOK:
+            may_be_over = self.progress.done + self.progress.parked >= self.plan.tasks
+            if may_be_over or time.monotonic() - looked > LOOK:
                 await self._look()
                 looked = time.monotonic()
                 if self._hurts.running is None and (ends := self._has_ended()) is not None:

@@ -113,17 +113,19 @@ async def test_of_two_thousand_tasks_a_twentieth_of_which_kill_their_worker_none
     assert (account["lost"], account["unexplained"], account["queued"]) == (0, 0, {})
     assert account["deaths"] == run.report["supervised_deaths"] > 80
     in_mid_work = account["again"]["its worker was killed in mid-work"]
-    assert account["recovery"]["count"] == in_mid_work > 60
-    assert in_mid_work < account["deaths"]  # the others died while they settled, or with the next
+    assert 60 < in_mid_work < account["deaths"]  # the others died later: settling, or with the next
+    assert account["recovery"]["count"] > 60
     assert account["runs"] == 2000 + sum(account["again"].values())
     assert "every task is accounted for, every run explained" in run.log
     ElementTree.parse(plot)
     assert left() == []
 
 
-async def test_failures_are_retried_and_poison_is_parked_all_else_done(
-    chaos: Start, left: Left
+async def test_failures_are_retried_poison_is_parked_and_an_exchange_that_was_there_stays(
+    chaos: Start, left: Left, connection: Connection
 ) -> None:
+    channel = await connection.open()
+    await channel.exchange_declare("parking-lot", exchange_type="direct", durable=True)
     run = chaos("--tasks", "300", "--kill", "0.01", "--fail", "0.1", "--poison", "2", "--seed", "6",
                 "--workers", "2", "--concurrency", "2", "--delivery-limit", "2")  # fmt: skip
     assert await run.end() == 0, run.log
@@ -134,7 +136,7 @@ async def test_failures_are_retried_and_poison_is_parked_all_else_done(
     assert (account["poison"], account["poison_parked"]) == (2, 2)
     assert (account["lost"], account["unexplained"]) == (0, 0)
     assert account["again"]["retried after a failure"] > 10
-    assert left() == []
+    assert left() == ["parking-lot"]
 
 
 async def steal(connection: Connection, left: Left) -> str:
@@ -218,16 +220,6 @@ async def test_killed_it_takes_its_fleet_with_it(chaos: Start, left: Left) -> No
     await run.end()
     await eventually(lambda: not fleet_of(run), within=20)
     assert f"rabbit-tasks-chaos.{left()[0].split('.')[1]}.*" in run.log  # what is left has a name
-
-
-async def test_an_exchange_that_was_there_before_stays(
-    chaos: Start, left: Left, connection: Connection
-) -> None:
-    channel = await connection.open()
-    await channel.exchange_declare("parking-lot", exchange_type="direct", durable=True)
-    run = chaos("--tasks", "10", "--kill", "0", "--workers", "1")
-    assert await run.end() == 0, run.log
-    assert left() == ["parking-lot"]
 
 
 @pytest.mark.parametrize(
