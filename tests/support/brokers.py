@@ -113,10 +113,12 @@ class Broker:
         kind, *names = (quote(part, safe="") for part in path)
         self.api("DELETE", "/".join(["", kind, quote(vhost, safe=""), *names]))
 
-    def close_connections(self, vhost: str) -> int:
-        """As an operator would in the management page; how many there were."""
+    def close_connections(self, vhost: str, name: str = "") -> int:
+        """As an operator would in the management page; how many there were of that name."""
         closed = 0
         for one in self.api("GET", f"/vhosts/{quote(vhost, safe='')}/connections"):
+            if name not in one.get("user_provided_name", ""):
+                continue
             try:
                 self.api("DELETE", f"/connections/{quote(one['name'], safe='')}")
                 closed += 1

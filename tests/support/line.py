@@ -1,4 +1,4 @@
-"""A line to the broker that can be cut and come back."""
+"""A line to the broker that can be cut, or fall silent, and come back."""
 
 from __future__ import annotations
 
@@ -11,21 +11,36 @@ from tests.support.brokers import Broker
 
 
 class Line:
-    """A port of its own that forwards to the broker while it is up."""
+    """A port of its own that forwards to the broker while it is up.
 
-    def __init__(self, broker: Broker) -> None:
+    host    the address of ours where it is
+    """
+
+    def __init__(self, broker: Broker, host: str = "127.0.0.1") -> None:
         self._broker = broker
+        self._host = host
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._flows = asyncio.Event()
+        self._flows.set()
         with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
+            found.bind((host, 0))
             self.port: int = found.getsockname()[1]
 
     def url(self, vhost: str) -> str:
-        return self._broker.url(vhost).replace(f":{self._broker.port}/", f":{self.port}/")
+        broker = f"@{self._broker.host}:{self._broker.port}/"
+        return self._broker.url(vhost).replace(broker, f"@{self._host}:{self.port}/")
 
     async def up(self) -> None:
-        self._server = await asyncio.start_server(self._forward, "127.0.0.1", self.port)
+        self._server = await asyncio.start_server(self._forward, self._host, self.port)
+
+    def silence(self) -> None:
+        """From now on nothing passes, either way, and nobody is told: nothing is closed."""
+        self._flows.clear()
+
+    def speak(self) -> None:
+        """What was held back goes on its way, as the packets of a network that is mended do."""
+        self._flows.set()
 
     def cut(self) -> int:
         """End every connection that is up, without a word; how many. New ones are taken."""
@@ -42,26 +57,32 @@ class Line:
         self.cut()
 
     async def _forward(self, here: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
-        there, forth = await asyncio.open_connection(self._broker.host, self._broker.port)
+        try:
+            there, forth = await asyncio.open_connection(self._broker.host, self._broker.port)
+        except OSError:
+            back.transport.abort()
+            return
         self._writers |= {back, forth}
-        await asyncio.gather(_pipe(here, forth), _pipe(there, back))
+        await asyncio.gather(self._pipe(here, forth), self._pipe(there, back))
         self._writers -= {back, forth}
 
-
-async def _pipe(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-    with suppress(ConnectionError):
-        while piece := await source.read(65_536):
-            target.write(piece)
-            await target.drain()
-    target.close()
+    async def _pipe(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError):
+            while piece := await source.read(65_536):
+                await self._flows.wait()
+                target.write(piece)
+                await target.drain()
+        await self._flows.wait()
+        target.close()
 
 
 @asynccontextmanager
-async def line(broker: Broker) -> AsyncIterator[Line]:
+async def line(broker: Broker, host: str = "127.0.0.1") -> AsyncIterator[Line]:
     """A line that is up."""
-    made = Line(broker)
+    made = Line(broker, host)
     await made.up()
     try:
         yield made
     finally:
+        made.speak()
         made.down()

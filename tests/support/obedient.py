@@ -11,6 +11,8 @@ import json
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -79,22 +81,32 @@ def obey(order: Order, message: Message) -> None:
 
 
 async def run_async(order: Order, message: Message) -> None:
-    record("start", message)
-    while order.until and not Path(order.until).exists():  # noqa: ASYNC240 (a test's own file)
-        await asyncio.sleep(0.02)
-    if order.do != "block":
-        await asyncio.sleep(order.seconds)
-    obey(order, message)
-    record("end", message)
+    with _recorded(message):
+        while order.until and not Path(order.until).exists():  # noqa: ASYNC240 (a test's own file)
+            await asyncio.sleep(0.02)
+        if order.do != "block":
+            await asyncio.sleep(order.seconds)
+        obey(order, message)
 
 
 def run(order: Order, message: Message) -> None:
+    with _recorded(message):
+        while order.until and not Path(order.until).exists():
+            time.sleep(0.02)
+        if order.do != "block":
+            time.sleep(order.seconds)
+        obey(order, message)
+
+
+@contextmanager
+def _recorded(message: Message) -> Iterator[None]:
+    """`start`, and then `end`, or `fail` where it raised."""
     record("start", message)
-    while order.until and not Path(order.until).exists():
-        time.sleep(0.02)
-    if order.do != "block":
-        time.sleep(order.seconds)
-    obey(order, message)
+    try:
+        yield
+    except BaseException:
+        record("fail", message)
+        raise
     record("end", message)
 
 
@@ -128,9 +140,9 @@ class ObeyInProcess(Consumer[Order]):
 
     queue = f"{PREFIX}.process"
     retry = QUICK
-    concurrency = 1
+    concurrency = int(os.environ.get("OBEDIENT_PROCESSES", "1"))
     isolation = "process"
-    timeout = timedelta(seconds=2)
+    timeout = timedelta(seconds=float(os.environ.get("OBEDIENT_TIMEOUT", "2")))
 
     def handle(self, order: Order, message: Message) -> None:
         run(order, message)

@@ -98,13 +98,25 @@ class Runs:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._rows: list[dict[str, Any]] = []
+        self._read = 0
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every line, in the order in which they were written."""
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._read)
+                # (The last line may be half there.)
+                written, end, _ = file.read().rpartition(b"\n")
+            self._read += len(written) + len(end)
+            self._rows += [json.loads(line) for line in written.splitlines()]
+        return self._rows
 
     def all(self, event: str = "start", message_id: str | None = None) -> list[dict[str, Any]]:
-        if not self.path.exists():
-            return []
-        written, _, _ = self.path.read_text().rpartition("\n")  # (the last line may be half there)
-        rows = [json.loads(line) for line in written.splitlines()]
-        return [row for row in rows if row["event"] == event and message_id in (None, row["id"])]
+        return [
+            row for row in self.rows()
+            if row["event"] == event and message_id in (None, row["id"])
+        ]  # fmt: skip
 
     def attempts(self, message_id: str) -> list[int]:
         """The attempt numbers of the runs that started, in order."""

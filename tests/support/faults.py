@@ -1,0 +1,224 @@
+"""What can happen to a broker, to the way to it, and to its queues; and how it is mended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import urllib.error
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+from urllib.parse import quote
+
+from rabbit_tasks import Publisher, Settings
+from tests.conftest import eventually
+from tests.support.brokers import ROOT, Broker
+from tests.support.line import Line
+from tests.support.load import KINDS, Load
+from tests.support.namespace import Namespace
+from tests.support.obedient import Obey, ObeyInProcess, ObeyInThread, Order
+from tests.support.workers import Runs, WorkerProcess
+
+SILENT: Final = 6.5
+"""Seconds that a silence lasts: past three heartbeats of 1 s, and what the client library adds."""
+
+
+@dataclass
+class Scene:
+    """Where the faults happen: a worker of the obedient app under load, behind a line.
+
+    settings    straight to the broker
+    long        the ids of messages that are in hand while it happens
+    """
+
+    broker: Broker
+    vhost: str
+    settings: Settings
+    line: Line
+    namespace: Namespace | None
+    worker: WorkerProcess
+    load: Load
+    runs: Runs
+    long: list[str] = field(default_factory=list)
+
+    async def in_hand(self, order: Order) -> None:
+        """A message like this in each kind of handler."""
+        async with Publisher.open(self.settings) as publisher:
+            ids = {await publisher.publish(kind, order) for kind in KINDS}
+        self.long += ids
+        await eventually(lambda: ids <= {row["id"] for row in self.runs.all()}, within=30)
+
+
+class Fault(Protocol):
+    """`strike` returns when it has had its effect, `mend` when nothing is wrong any more."""
+
+    name: str
+    loses_connection: bool = True
+
+    def why_not(self, broker: Broker, namespace: Namespace | None) -> str:
+        """Why it cannot be tried here; nothing where it can."""
+        return ""
+
+    @abstractmethod
+    async def strike(self, scene: Scene) -> None: ...
+
+    async def mend(self, scene: Scene) -> None:
+        return None
+
+
+class Closed(Fault):
+    """An operator closes the worker's connection."""
+
+    name = "connection closed"
+
+    async def strike(self, scene: Scene) -> None:
+        async def closed() -> bool:  # (the list of connections comes late)
+            return (
+                await asyncio.to_thread(scene.broker.close_connections, scene.vhost, "worker") > 0
+            )
+
+        await eventually(closed, within=30)
+
+
+@dataclass(frozen=True)
+class Gone(Fault):
+    """The broker itself: stop, kill, or freeze, which lasts past three heartbeats."""
+
+    verb: str
+    back: str = "start"
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"broker {self.verb}"
+
+    def why_not(self, broker: Broker, namespace: Namespace | None) -> str:
+        return "" if broker.can_be_hurt else "RABBIT_TASKS_TEST_BROKER is not set"
+
+    async def strike(self, scene: Scene) -> None:
+        await asyncio.to_thread(scene.broker.hurt, self.verb)
+        if self.verb == "freeze":
+            await asyncio.sleep(SILENT)
+
+    async def mend(self, scene: Scene) -> None:
+        await asyncio.to_thread(scene.broker.hurt, self.back)
+
+
+class Silence(Fault):
+    """Nothing passes between worker and broker, and nothing is closed."""
+
+    name = "silent line"
+
+    async def strike(self, scene: Scene) -> None:
+        scene.line.silence()
+        await asyncio.sleep(SILENT)
+
+    async def mend(self, scene: Scene) -> None:
+        scene.line.speak()
+
+
+class Unplugged(Fault):
+    """The same, by the kernel: packets are sent and nobody answers."""
+
+    name = "cable unplugged"
+
+    def why_not(self, broker: Broker, namespace: Namespace | None) -> str:
+        return "" if namespace else "no network namespaces here"
+
+    async def strike(self, scene: Scene) -> None:
+        assert scene.namespace is not None
+        scene.namespace.unplug()
+        await asyncio.sleep(SILENT)
+
+    async def mend(self, scene: Scene) -> None:
+        assert scene.namespace is not None
+        scene.namespace.plug()
+
+
+class Deleted(Fault):
+    """Two main queues are deleted, with what is in them, and declared again; the third goes on."""
+
+    name = "queues deleted"
+    loses_connection = False
+
+    async def strike(self, scene: Scene) -> None:
+        for kind in (Obey, ObeyInThread):
+            try:
+                await asyncio.to_thread(scene.broker.delete, scene.vhost, "queues", kind.queue)
+            except urllib.error.HTTPError as error:
+                if error.code != 404:
+                    raise
+        async with Publisher.open(scene.settings) as publisher:
+            probe = await publisher.publish(ObeyInProcess, Order(seconds=0.5))
+        await eventually(lambda: scene.runs.all("end", probe), within=60)
+
+    async def mend(self, scene: Scene) -> None:
+        await declare_by_hand(scene.settings.url)
+        scene.load.forget()
+
+
+class TimedOut(Fault):
+    """The broker waits too short for an ack: again and again while a message is in hand."""
+
+    name = "consumer timeout"
+
+    def why_not(self, broker: Broker, namespace: Namespace | None) -> str:
+        if broker.version.startswith("3."):
+            return "RabbitMQ 3 takes its consumer timeout from its configuration alone"
+        return ""
+
+    @staticmethod
+    def _policy(scene: Scene) -> str:
+        return f"/policies/{quote(scene.vhost, safe='')}/impatient"
+
+    async def strike(self, scene: Scene) -> None:
+        policy = {
+            "pattern": "^obey", "definition": {"consumer-timeout": 1500}, "apply-to": "quorum_queues",
+        }  # fmt: skip
+        await asyncio.to_thread(scene.broker.api, "PUT", self._policy(scene), policy)
+        # 4.3 gives a consumer its time when it comes; older ones look once a minute.
+        await Closed().strike(scene)
+        known = len(scene.long)
+        await scene.in_hand(Order(seconds=4 if _times_out_soon(scene.broker) else 90))
+        for one in scene.long[known:]:
+            said = f"lost with message {one} in hand"
+            await eventually(lambda said=said: said in scene.worker.log, within=120)  # type: ignore[misc]
+
+    async def mend(self, scene: Scene) -> None:
+        await asyncio.to_thread(scene.broker.api, "DELETE", self._policy(scene))
+        await Closed().strike(scene)
+
+
+def _times_out_soon(broker: Broker) -> bool:
+    major, minor = map(int, broker.version.split(".")[:2])
+    return (major, minor) >= (4, 3)
+
+
+def is_quick(fault: Fault, broker: Broker, namespace: Namespace | None) -> bool:
+    """Whether it belongs to a tour that takes a minute: it is quick, and no other is much like it."""
+    match fault:
+        case TimedOut():
+            return _times_out_soon(broker)
+        case Silence():
+            return namespace is None
+        case Gone(verb="stop"):
+            return False
+    return True
+
+
+FAULTS: tuple[Fault, ...] = (
+    Closed(), Silence(), Unplugged(), Deleted(), TimedOut(), Gone("kill"), Gone("freeze", "thaw"),
+    Gone("stop"),
+)  # fmt: skip
+
+
+async def declare_by_hand(url: str, app: str = "tests.support.obedient:app") -> None:
+    """What the log says to type."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "rabbit_tasks", "--app", app, "topology", "declare",
+        cwd=ROOT, env={**os.environ, "RABBIT_TASKS_URL": url},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    said, _ = await process.communicate()
+    assert process.returncode == 0, said.decode()
