@@ -132,7 +132,7 @@ async def test_every_call_ends_in_its_time_limit(
 # --- stopping -----------------------------------------------------------------------------------
 
 
-async def test_a_worker_that_is_told_to_stop_is_gone_within_its_grace_time(
+async def test_a_worker_is_gone_within_its_grace_time_and_at_a_second_signal_within_two_seconds(
     publisher: Publisher, connection: Connection, declared: Declared, broker: Broker,
     vhost: str, start_worker: Start, runs: Runs,
 ) -> None:  # fmt: skip
@@ -144,6 +144,7 @@ async def test_a_worker_that_is_told_to_stop_is_gone_within_its_grace_time(
     workers = {
         "idle": start_worker(*given, "unruly.talks", app="tests.support.unruly:app"),
         "running": start_worker(*given, app=PATIENT),
+        "told twice": start_worker("--grace", "10m", app=PATIENT),
         "settling": start_worker(*given, "obey.async"),
         "holding": start_worker(*given, "obey.thread"),
         "in a thread of asyncio's": start_worker(*given, app=f"{STALLING}:app"),
@@ -153,17 +154,21 @@ async def test_a_worker_that_is_told_to_stop_is_gone_within_its_grace_time(
     broker.delete(vhost, "queues", "obey.thread.retry.1.200ms")
     await publisher.publish(ObeyInThread, Order(do="raise"))
     await eventually(lambda: "is held" in workers["holding"].log)
-    for kind in patient.KINDS:
+    for kind in (*patient.KINDS, *patient.KINDS):
         await publisher.publish(kind, Order(do="sleep", seconds=600))
     await publisher.publish(stalling.InThread, b"")
     await publisher.publish(Obey, Order(do="raise", seconds=0.5))
-    await eventually(lambda: len(runs.all()) == 6)
+    await eventually(lambda: len(runs.all()) == 9)
     async with frozen(broker):
         workers["connecting"] = start_worker(
             *given, "obey.process", RABBIT_TASKS_CONNECT_TIMEOUT="1"
         )
         await eventually(lambda: "next try" in workers["connecting"].log)
         await eventually(lambda: "failed: " in workers["settling"].log)
+        workers["told twice"].signal(signal.SIGTERM)
+        await eventually(lambda: "stopping" in workers["told twice"].log)
+        await asyncio.sleep(0.3)  # it must be waiting when the second one comes
+        assert all(worker.is_running for worker in workers.values())
         since = time.monotonic()
         for worker in workers.values():
             worker.signal(signal.SIGTERM)
@@ -178,32 +183,6 @@ async def test_a_worker_that_is_told_to_stop_is_gone_within_its_grace_time(
     for name, worker in workers.items():
         for word in ("Traceback", "never retrieved", "was destroyed", "please report"):
             assert word not in worker.log, (name, worker.log)
-
-
-async def test_a_second_signal_ends_it_within_two_seconds(
-    publisher: Publisher, declared: Declared, broker: Broker, start_worker: Start, runs: Runs
-) -> None:
-    await declared(patient.app)
-    await declared(unruly.app)
-    busy = start_worker("--grace", "10m", app=PATIENT).ready()
-    blocked = start_worker(
-        "--grace", "10m", "unruly.blocks", app="tests.support.unruly:app"
-    ).ready()
-    for kind in patient.KINDS:
-        await publisher.publish(kind, Order(do="sleep", seconds=600))
-    await publisher.publish(unruly.Blocks, "600")
-    await eventually(lambda: len(runs.all()) == 4)
-    async with frozen(broker):
-        for worker in (busy, blocked):
-            worker.signal(signal.SIGTERM)
-        await eventually(lambda: "stopping" in busy.log)
-        await asyncio.sleep(0.3)  # they must be waiting when the second one comes
-        assert busy.is_running
-        assert blocked.is_running
-        since = time.monotonic()
-        for worker in (busy, blocked):
-            worker.signal(signal.SIGTERM)
-        assert max(await asyncio.gather(ended(busy, since), ended(blocked, since))) < 2 + SLACK
 
 
 # --- with a broker that is well -----------------------------------------------------------------
