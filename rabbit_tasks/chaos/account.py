@@ -109,6 +109,7 @@ class Account:
     done: int = 0
     parked: dict[str, int] = field(default_factory=dict)
     """By reason: messages."""
+    parked_tasks: int = 0
     parked_and_done: int = 0
     queued: dict[str, int] = field(default_factory=dict)
     """By queue: messages that are neither done nor parked."""
@@ -398,6 +399,7 @@ def _place(made: Account, known: Known, done: bytearray) -> None:
     """Where the tasks are that are not simply done."""
     reasons = Counter(reason for copies in known.parked.values() for reason in copies)
     made.parked = dict(sorted(reasons.items()))
+    made.parked_tasks = len(known.parked)
     made.parked_and_done = sum(1 for task in known.parked if 0 <= task < known.tasks and done[task])
     made.poison_parked = len(known.poison & known.parked.keys())
     queued = Counter(queue for copies in known.queued.values() for queue in copies)

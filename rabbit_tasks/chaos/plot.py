@@ -156,7 +156,7 @@ def svg(account: Account, title: str) -> str:
 def _summary(account: Account) -> str:
     told = [
         f"{account.published:,} published", f"{account.done:,} done",
-        f"{sum(account.parked.values()):,} parked", f"{len(account.lost):,} lost",
+        f"{account.parked_tasks:,} parked", f"{len(account.lost):,} lost",
         f"{account.deaths:,} workers killed", f"{account.rate:,.0f} done/s",
     ]  # fmt: skip
     return " · ".join(told)

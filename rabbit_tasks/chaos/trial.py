@@ -35,6 +35,7 @@ LOOK: Final = 1.0
 IDLE: Final = 3.0
 """Seconds in which nothing is waiting, in hand or written down, after which nothing more will come:
 on a broker that was well all the time."""
+MOMENT: Final = 0.5
 PUBLISHING_ENDS: Final = 5.0
 RECENT: Final = 5.0
 """Seconds over which the rate shown in between is taken."""
@@ -254,7 +255,11 @@ class Trial:
         quiet = time.monotonic() - self._moved
         in_hand = sum(len(runs) for runs in self._in_hand.values())
         at_rest = self._away_since is None and post.is_through and progress.waiting == 0
-        if at_rest and progress.done + progress.parked >= self.plan.tasks:
+        # (A message may be parked twice, and then stand for another that a worker still has in hand.)
+        if (
+            at_rest and progress.done + progress.parked >= self.plan.tasks
+            and (not progress.parked or (not in_hand and quiet > MOMENT))
+        ):  # fmt: skip
             return ""
         if at_rest and not in_hand and not self._is_troubled and quiet > IDLE:
             return ""  # nothing hangs: what is not accounted for is lost

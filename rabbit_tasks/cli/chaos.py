@@ -276,9 +276,12 @@ def _places(account: Account) -> list[str]:
             f"{account.maybe_stored:,} of them may be stored all the same"
         )
     lines = [_row("published", account.published, again), _row("done", account.done)]
-    parked = sum(account.parked.values())
-    both = f"{account.parked_and_done:,} of them done as well" if account.parked_and_done else ""
-    lines.append(_row("parked", parked, both))
+    notes = []
+    if (copies := sum(account.parked.values())) > account.parked_tasks:
+        notes.append(f"in {copies:,} messages, some twice")
+    if account.parked_and_done:
+        notes.append(f"{account.parked_and_done:,} of them done as well")
+    lines.append(_row("parked", account.parked_tasks, "; ".join(notes)))
     lines += [_row("", n, reason) for reason, n in account.parked.items()]
     if account.poison:
         lines.append(_row("  of the poison", account.poison_parked, f"of {account.poison:,}"))

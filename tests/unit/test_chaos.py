@@ -270,7 +270,8 @@ def test_done_and_parked_is_explained_where_the_ack_was_never_sent() -> None:
 
 
 def test_parked_twice_or_queued_twice_without_a_reason_is_unexplained() -> None:
-    assert len(Book().account(parked={0: ["x", "x"]}).unexplained) == 1
+    made = Book().account(parked={0: ["x", "x"]})
+    assert (len(made.unexplained), made.parked_tasks, made.parked) == (1, 1, {"x": 2})
     assert len(Book().account(queued={0: ["q", "q"]}).unexplained) == 1
 
 
