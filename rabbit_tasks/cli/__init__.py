@@ -8,10 +8,12 @@ them runs, and `--help` must not wait for the client library.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import sys
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -113,16 +115,32 @@ def main() -> None:
     # Or else Python prints what the client libraries say of a refused connection, beside our line.
     for name in ("aiormq", "aio_pika"):
         logging.getLogger(name).addHandler(logging.NullHandler())
+    code = 1
+
+    def end() -> None:
+        logging.shutdown()
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+
+    # The first to be registered is the last to run. Python would go on to wait for processes that
+    # multiprocessing has started beside our children; a worker's grace time does not wait for them.
+    atexit.register(end)
     try:
         cli(prog_name="rabbit-tasks")
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        raise
     except RabbitTasksError as error:
         for line in str(error).splitlines():
             tell(f"error: {line}")
-        sys.exit(exit_code(error))
+        code = exit_code(error)
+        sys.exit(code)
     except KeyboardInterrupt:
         tell("interrupted")
-        sys.exit(130)
+        code = 130
+        sys.exit(code)
     except BrokenPipeError:
         # Whoever read our output has enough. Nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        sys.exit(code)

@@ -157,9 +157,9 @@ APP = ["--app", "rabbit_tasks.demo:app"]
 )
 def test_a_command_loads_only_what_it_needs(command: list[str], unused: list[str]) -> None:
     code = (
-        "import atexit, sys\nfrom rabbit_tasks.cli import main\n"
-        f"atexit.register(lambda: print([m for m in {unused} if m in sys.modules]))\n"
-        f"sys.argv = ['rabbit-tasks', *{command}]\nmain()"
+        "import sys\nfrom rabbit_tasks.cli import main\n"
+        f"sys.argv = ['rabbit-tasks', *{command}]\n"
+        f"try:\n    main()\nfinally:\n    print([m for m in {unused} if m in sys.modules])"
     )
     assert run("-c", code).splitlines()[-1] == "[]"
 
