@@ -77,16 +77,20 @@ def _span(seconds: float) -> str:
 
 WIDTH, HEIGHT = 960, 420
 LEFT, RIGHT, TOP, BOTTOM = 72, 24, 64, 92
-_STYLE: Final = """
-  text { font: 12px system-ui, sans-serif; fill: #444 }
-  .title { font-size: 16px; font-weight: 600; fill: #111 }
-  .grid { stroke: #e3e3e3 }
-  .axis { stroke: #888 }
-  .rate { fill: #2a6fb0; fill-opacity: .16; stroke: #2a6fb0; stroke-width: 1.5 }
-  .deaths { fill: #d1822a }
-  .hurt { fill: #c0392b; fill-opacity: .16 }
-  .hurt-edge { stroke: #c0392b; stroke-width: 1.5 }
-""".strip("\n")
+# As attributes, not as a style sheet, which some viewers leave out.
+_LOOKS: Final = {
+    "title": 'font-size="16" font-weight="600" fill="#111"',
+    "grid": 'stroke="#e3e3e3"',
+    "axis": 'stroke="#888"',
+    "rate": 'fill="#2a6fb0" fill-opacity="0.16" stroke="#2a6fb0" stroke-width="1.5"',
+    "deaths": 'fill="#d1822a"',
+    "hurt": 'fill="#c0392b" fill-opacity="0.16"',
+    "hurt-edge": 'stroke="#c0392b" stroke-width="1.5"',
+}
+
+
+def _look(kind: str) -> str:
+    return f'class="{kind}" {_LOOKS[kind]}'
 
 
 def svg(account: Account, title: str) -> str:
@@ -107,22 +111,22 @@ def svg(account: Account, title: str) -> str:
     drawn = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">',
         f"<title>{escape(title)}</title>",
-        f"<style>\n{_STYLE}\n</style>",
+        '<g font-family="system-ui, sans-serif" font-size="12" fill="#444">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
-        f'<text class="title" x="{LEFT}" y="26">{escape(title)}</text>',
+        f'<text {_look("title")} x="{LEFT}" y="26">{escape(title)}</text>',
         f'<text x="{LEFT}" y="46">{escape(_summary(account))}</text>',
     ]
     for began, ended in account.hurts:
         left, right = x(began), x(ended)
         drawn.append(
-            f'<rect class="hurt" x="{left:.1f}" y="{TOP}" width="{max(1.0, right - left):.1f}" '
+            f'<rect {_look("hurt")} x="{left:.1f}" y="{TOP}" width="{max(1.0, right - left):.1f}" '
             f'height="{floor - TOP}"/>'
-            f'<line class="hurt-edge" x1="{left:.1f}" x2="{left:.1f}" y1="{TOP}" y2="{floor}"/>'
+            f'<line {_look("hurt-edge")} x1="{left:.1f}" x2="{left:.1f}" y1="{TOP}" y2="{floor}"/>'
         )
     for step in range(5):
         rate = top * step / 4
         drawn.append(
-            f'<line class="{"grid" if step else "axis"}" x1="{LEFT}" x2="{WIDTH - RIGHT}" '
+            f'<line {_look("grid" if step else "axis")} x1="{LEFT}" x2="{WIDTH - RIGHT}" '
             f'y1="{y(rate):.1f}" y2="{y(rate):.1f}"/>'
             f'<text x="{LEFT - 8}" y="{y(rate) + 4:.1f}" text-anchor="end">{rate:,.4g}</text>'
         )
@@ -130,26 +134,26 @@ def svg(account: Account, title: str) -> str:
     points = [(x((i + 0.5) * bucket), y(rate)) for i, rate in enumerate(rates)]
     path = " ".join(f"L{px:.1f} {py:.1f}" for px, py in points)
     drawn.append(
-        f'<path class="rate" d="M{points[0][0]:.1f} {floor} {path} L{points[-1][0]:.1f} {floor} Z"/>'
+        f'<path {_look("rate")} d="M{points[0][0]:.1f} {floor} {path} L{points[-1][0]:.1f} {floor} Z"/>'
     )
     most, part = max(*deaths, 1), (WIDTH - LEFT - RIGHT) / len(deaths)
     for i, count in enumerate(deaths):
         if count:
             tall = max(2.0, 26 * count / most)
             drawn.append(
-                f'<rect class="deaths" x="{x(i * bucket):.1f}" y="{floor + 6}" '
+                f'<rect {_look("deaths")} x="{x(i * bucket):.1f}" y="{floor + 6}" '
                 f'width="{max(1.0, part - 0.5):.1f}" height="{tall:.1f}"/>'
             )
     step_seconds = _tick(span)
     for tick in range(int(span / step_seconds) + 1):
         at = tick * step_seconds
         drawn.append(
-            f'<line class="axis" x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{floor}" y2="{floor + 4}"/>'
+            f'<line {_look("axis")} x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{floor}" y2="{floor + 4}"/>'
             f'<text x="{x(at):.1f}" y="{floor + 50}" text-anchor="middle">'
             f"{_clock(at, step_seconds)}</text>"
         )
     drawn.append(_legend(floor + 76, most, with_hurts=bool(account.hurts)))
-    drawn.append("</svg>")
+    drawn.append("</g></svg>")
     return "\n".join(drawn) + "\n"
 
 
@@ -172,7 +176,7 @@ def _legend(y: float, most: int, *, with_hurts: bool) -> str:
     drawn, at = [], float(LEFT)
     for kind, words in entries:
         drawn.append(
-            f'<rect class="{kind}" x="{at:.0f}" y="{y - 10}" width="14" height="10"/>'
+            f'<rect {_look(kind)} x="{at:.0f}" y="{y - 10}" width="14" height="10"/>'
             f'<text x="{at + 20:.0f}" y="{y}">{words}</text>'
         )
         at += 60 + 6.5 * len(words)
