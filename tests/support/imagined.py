@@ -131,12 +131,13 @@ class Broker:
         for letter in queue.ready:
             self._destroy(letter)
         if name == MAIN:
-            for pipe in list(self.consumers):
+            for pipe in [pipe for line in self.world.lines() for pipe in line.pipes]:
                 for letter in pipe.unacked.values():
                     self._destroy(letter)
                 pipe.unacked.clear()
-                self.consumers.remove(pipe)
-                pipe.line.into.append(pipe.cancelled)
+                if pipe in self.consumers:
+                    self.consumers.remove(pipe)
+                    pipe.line.into.append(pipe.cancelled)
 
     def _destroy(self, letter: Letter) -> None:
         self.instances[letter.name] -= 1
@@ -257,6 +258,7 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
         self.waiting: set[asyncio.Future[Any]] = set()
         self._closed: asyncio.Future[Any] = line.process.loop.create_future()
         self._on_message: Callable[[Any], Awaitable[None]] | None = None
+        self._cancelled_at = float("inf")
 
     @property
     def closing(self) -> asyncio.Future[Any]:
@@ -338,6 +340,9 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
         return await self.ask(cancel)
 
     async def basic_ack(self, tag: int, **_: Any) -> Any:
+        # (In the same moment it cannot know, and it closes the channel at once.)
+        if self._cancelled_at < self.line.process.world.now:
+            self.line.process.world.fault("an ack for a consumer that was cancelled")
         self._tell(lambda: self.line.broker.ack(self, tag))
 
     async def basic_reject(self, tag: int, **_: Any) -> Any:
@@ -389,6 +394,7 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
 
     def cancelled(self) -> None:
         """The broker has cancelled the consumer."""
+        self._cancelled_at = self.line.process.world.now
         for callback in tuple(self.on_consumer_cancel_callbacks):
             callback(None)
 
@@ -502,18 +508,22 @@ class Loop(asyncio.SelectorEventLoop):
         return handle
 
     def next_timer(self) -> float:
-        while self._timers and (
-            self._timers[0][2].cancelled() or self._timers[0][0] <= self.process.world.now
-        ):
+        while self._timers and self._timers[0][2].cancelled():
             heapq.heappop(self._timers)
         return self._timers[0][0] if self._timers else float("inf")
 
-    def step(self) -> bool:
-        """Once around; whether there is something left to do at once."""
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to do at once."""
+        return self._soon or self.next_timer() <= self.time()
+
+    def step(self) -> None:
+        """Once around."""
         self._soon = False
+        while self.next_timer() <= self.time():
+            heapq.heappop(self._timers)
         self.stop()
         self.run_forever()
-        return self._soon
 
 
 @dataclass(eq=False)
@@ -610,6 +620,8 @@ class World:
         """Calls on a line that breaks end by CancelledError."""
         self.rough = False
         """Something happened while something else was still going on, or parts were missing."""
+        self.is_shaken = False
+        """A worker that lives has lost a message that it had."""
         self.arguments = {q.name: q.arguments for q in topology_of([self.kind]).queues}
         self.broker = Broker(self)
         for name in self.arguments:
@@ -636,6 +648,9 @@ class World:
 
     def see_begun(self, process: Process, running: Running, message: Message) -> None:
         self.runs[running.key[0]] += 1
+        limit = self.kind.delivery_limit
+        if self.deaths[running.key] > limit and not (self.rough or self.is_shaken):
+            self.fault(f"{running.key[0]} runs again after {self.deaths[running.key]} deaths")
         if message.attempt > self.kind.retry.attempts:
             self.fault(f"{running.key[0]}: attempt {message.attempt}")
         if (
@@ -649,6 +664,7 @@ class World:
         if process.is_dead:
             self.deaths[letter.key] += 1
         else:
+            self.is_shaken = True
             self.shocks[letter.key].append(process.number)
 
     def see_parked(self, letter: Letter) -> None:
@@ -713,8 +729,9 @@ class World:
         while True:
             left = False
             for process in list(self.processes):
-                if not process.is_dead:
-                    left = process.loop.step() or left
+                if not process.is_dead and process.loop.is_due:
+                    process.loop.step()
+                    left = True
                     self._see_ended(process)
                     yield True
             for line in list(self.lines()):

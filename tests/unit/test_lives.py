@@ -23,7 +23,8 @@ from hypothesis.stateful import (
 from tests.support.imagined import MAIN, PARKED, Process, World, imagining
 
 FEW = st.integers(0, 5)
-SOME = st.integers(1, 40)
+SOME = st.integers(0, 30)
+HOW = st.sampled_from(["", "ok", "raise", "raise", "park"])
 
 
 class Lives(RuleBasedStateMachine):
@@ -43,15 +44,19 @@ class Lives(RuleBasedStateMachine):
         concurrency=st.integers(1, 2),
         workers=st.integers(1, 3),
         stuck=st.booleans(),
+        messages=st.integers(0, 3),
     )
     def begin(
-        self, version: str, limit: int, attempts: int, concurrency: int, workers: int, stuck: bool
-    ) -> None:
+        self, version: str, limit: int, attempts: int, concurrency: int, workers: int, stuck: bool,
+        messages: int,
+    ) -> None:  # fmt: skip
         self.world = World(version, limit, attempts, concurrency)
         self._tell(self.world)
         self.world.stuck = stuck
         for _ in range(workers):
             self.world.start()
+        for _ in range(messages):
+            self.world.publish()
         self.world.wait(1)
 
     def teardown(self) -> None:
@@ -81,6 +86,19 @@ class Lives(RuleBasedStateMachine):
     def _has_workers(self) -> bool:
         return bool(self.world.alive)
 
+    def _end(self, number: int, how: str) -> None:
+        running = [one for process in self.world.alive for one in process.running]
+        if running and how:
+            one = running[number % len(running)]
+            if not one.end.done():
+                one.end.set_result(how)
+
+    def _then(self, number: int, how: str, steps: int) -> None:
+        """A handler ends, perhaps, and so many steps later something happens."""
+        self.world.rough = True
+        self._end(number, how)
+        self.world.some(steps)
+
     # --- work
 
     @rule(number=st.integers(1, 3), with_id=st.sampled_from([True, True, True, False]))
@@ -92,20 +110,13 @@ class Lives(RuleBasedStateMachine):
     @precondition(_some_work)
     @rule(number=FEW, how=st.sampled_from(["ok", "raise", "raise", "park"]))
     def a_handler_ends(self, number: int, how: str) -> None:
-        running = [one for process in self.world.alive for one in process.running]
-        one = running[number % len(running)]
-        if not one.end.done():
-            one.end.set_result(how)
+        self._end(number, how)
 
     @rule(steps=SOME)
     def some_steps(self, steps: int) -> None:
         self.world.some(steps)
 
-    @rule()
-    def all_that_is_due(self) -> None:
-        self.world.idle()
-
-    @rule(seconds=st.sampled_from([0.2, 1, 1, 5, 31, 700]))
+    @rule(seconds=st.sampled_from([0, 0.2, 1, 1, 5, 31, 700]))
     def time_goes_by(self, seconds: float) -> None:
         self.world.wait(seconds)
 
@@ -121,66 +132,71 @@ class Lives(RuleBasedStateMachine):
     # --- in calm
 
     @precondition(_has_workers)
-    @rule(number=FEW)
-    def a_worker_dies_in_calm(self, number: int) -> None:
-        self.world.idle()
-        if self._has_workers():
-            self._of(number).die(0)
-        self.world.start()
-        self.world.wait(1)
+    @rule(number=FEW, times=st.integers(1, 3))
+    def workers_die_in_calm(self, number: int, times: int) -> None:
+        for _ in range(times):
+            self.world.idle()
+            if self._has_workers():
+                self._of(number).die(0)
+            self.world.start()
+            self.world.wait(0.6)
 
     @precondition(_has_workers)
-    @rule(number=FEW)
-    def a_connection_is_lost_and_comes_back(self, number: int) -> None:
-        self.world.idle()
-        if self._has_workers():
-            for line in self._of(number).lines:
-                line.cut(0)
-        self.world.wait(10)
+    @rule(number=FEW, times=st.integers(1, 4))
+    def a_connection_is_lost_and_comes_back(self, number: int, times: int) -> None:
+        for _ in range(times):
+            self.world.idle()
+            if self._has_workers():
+                for line in self._of(number).lines:
+                    line.cut(0)
+            self.world.wait(10)
 
     @precondition(_has_workers)
-    @rule()
-    def the_broker_restarts(self) -> None:
-        self.world.idle()
-        for process in self.world.alive:
-            for line in process.lines:
+    @rule(times=st.integers(1, 4))
+    def the_broker_restarts(self, times: int) -> None:
+        for _ in range(times):
+            self.world.idle()
+            for line in list(self.world.lines()):
                 line.cut(0)
-        self.world.wait(10)
+            self.world.wait(10)
 
     # --- at any moment
 
     @precondition(_has_workers)
-    @rule(number=FEW, steps=SOME, arrive=FEW)
-    def a_worker_dies(self, number: int, steps: int, arrive: int) -> None:
-        self.world.rough = True
-        self.world.some(steps)
+    @rule(number=FEW, how=HOW, steps=SOME, arrive=FEW)
+    def a_worker_dies(self, number: int, how: str, steps: int, arrive: int) -> None:
+        self._then(number, how, steps)
         if self._has_workers():
             self._of(number).die(arrive)
 
     @precondition(_has_workers)
-    @rule(number=FEW, steps=SOME, arrive=FEW, client_first=st.booleans())
+    @rule(number=FEW, how=HOW, steps=SOME, arrive=FEW, client_first=st.booleans())
     def a_connection_is_lost(
-        self, number: int, steps: int, arrive: int, client_first: bool
+        self, number: int, how: str, steps: int, arrive: int, client_first: bool
     ) -> None:
-        self.world.rough = True
-        self.world.some(steps)
+        self._then(number, how, steps)
         lines = [line for line in self.world.lines() if not (line.is_down or line.is_lost)]
         if lines:
             lines[number % len(lines)].cut(arrive, client_first=client_first)
 
     @precondition(_has_workers)
-    @rule(number=FEW, steps=SOME)
-    def the_broker_gives_a_consumer_up(self, number: int, steps: int) -> None:
-        self.world.rough = True
-        self.world.some(steps)
+    @rule(number=FEW, how=HOW, steps=SOME, arrive=FEW)
+    def all_connections_are_lost(self, number: int, how: str, steps: int, arrive: int) -> None:
+        self._then(number, how, steps)
+        for line in list(self.world.lines()):
+            line.cut(arrive)
+
+    @precondition(_has_workers)
+    @rule(number=FEW, how=HOW, steps=SOME)
+    def the_broker_gives_a_consumer_up(self, number: int, how: str, steps: int) -> None:
+        self._then(number, how, steps)
         if pipes := list(self.world.broker.consumers):
             pipes[number % len(pipes)].give_up()
 
     @precondition(_has_workers)
-    @rule(number=FEW, steps=SOME)
-    def a_worker_is_asked_to_stop(self, number: int, steps: int) -> None:
-        self.world.rough = True
-        self.world.some(steps)
+    @rule(number=FEW, how=HOW, steps=SOME)
+    def a_worker_is_asked_to_stop(self, number: int, how: str, steps: int) -> None:
+        self._then(number, how, steps)
         if self._has_workers():
             self._of(number).stop()
 

@@ -1,0 +1,147 @@
+"""The steps of a process between its broker and itself, frame by frame; and to die at one of them.
+
+From a delivery on, each frame that it writes is three steps: before, half of it written, after; each
+that it reads is one, before anybody in the process knows of it. They are written down as they are taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import pamqp.commands
+from pamqp.base import Frame
+
+from rabbit_tasks import frames
+
+_NAMES: Final = {
+    kind.index: kind.name
+    for space in vars(pamqp.commands).values() if isinstance(space, type)
+    for kind in vars(space).values()
+    if isinstance(kind, type) and issubclass(kind, Frame) and kind.index
+}  # fmt: skip
+
+
+class Steps:
+    """Count from the nth delivery on, die at a step (0: at none), and stop after so many acks."""
+
+    def __init__(self, path: Path, *, begin: int, die_at: int, acks: int) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        self._begin = begin
+        self._die_at = die_at
+        self._acks = acks
+        self._count = 0
+        self._lines: list[object] = []
+        self._write = asyncio.StreamWriter.write
+        self.consuming: asyncio.StreamWriter | None = None
+        """The line of the last consumer."""
+
+    def watch(self) -> None:
+        """Be in front of every line of this process."""
+        steps = self
+        read = frames._FrameReader._next  # noqa: SLF001 (there is no other place where frames pass)
+
+        def write(writer: asyncio.StreamWriter, data: Any) -> None:
+            steps.written(writer, data)
+
+        async def next_frame(reader: frames._FrameReader) -> bytes:
+            raw: bytes = await read(reader)
+            for channel, name in methods(raw):
+                steps.read(steps.line(reader, channel), name)
+            return raw
+
+        asyncio.StreamWriter.write = write  # type: ignore[method-assign,assignment]
+        frames._FrameReader._next = next_frame  # type: ignore[method-assign,assignment]  # noqa: SLF001
+
+    def line(self, reader: object, channel: int) -> str:
+        """The number of a connection, and of its channel."""
+        if reader not in self._lines:
+            self._lines.append(reader)
+        return f"{self._lines.index(reader)}.{channel}"
+
+    def written(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        reader = writer._reader  # type: ignore[attr-defined]  # noqa: SLF001 (which is its partner)
+        found = [(self.line(reader, channel), name) for channel, name in methods(data)]
+        for channel, name in found:
+            self._take(f"before {name} {channel}")
+        if found and self._take(f"half {found[0][1]} {found[0][0]}", dies=False):
+            self._write(writer, data[: len(data) // 2])
+            self._die()
+        self._write(writer, data)
+        for channel, name in found:
+            if name == "Basic.Consume":
+                self.consuming = writer
+            self._take(f"after {name} {channel}")
+            if name in ("Basic.Ack", "Basic.Reject") and self._count:
+                self._acks -= 1
+                if self._acks == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    def read(self, channel: str, name: str) -> None:
+        if name == "Basic.Deliver":
+            self._begin -= 1
+        self._take(f"read {name} {channel}")
+
+    def _take(self, what: str, *, dies: bool = True) -> bool:
+        """Whether it is the last one."""
+        if self._begin > 0:
+            return False
+        self._count += 1
+        os.write(self._file, f"{what}\n".encode())
+        if self._count == self._die_at and dies:
+            self._die()
+        return self._count == self._die_at
+
+    def _die(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def methods(raw: bytes) -> Iterator[tuple[int, str]]:
+    """The channels and names of the method frames in these bytes, which are whole frames."""
+    at = 0
+    while at + 7 <= len(raw) and raw[at] in (1, 2, 3, 8):
+        size = int.from_bytes(raw[at + 3 : at + 7], "big")
+        if raw[at] == 1:
+            name = _NAMES[int.from_bytes(raw[at + 7 : at + 11], "big")]
+            yield int.from_bytes(raw[at + 1 : at + 3], "big"), name
+        at += size + 8
+
+
+class Trace:
+    """What a process wrote down of its steps."""
+
+    def __init__(self, path: Path) -> None:
+        self.steps = path.read_text().splitlines() if path.exists() else []
+
+    def _count(self, pattern: str) -> int:
+        return sum(re.match(pattern, step) is not None for step in self.steps)
+
+    @property
+    def last(self) -> str:
+        return self.steps[-1] if self.steps else "nothing"
+
+    def has(self, what: str) -> bool:
+        return self._count(f"{what} ") > 0
+
+    def copies(self) -> tuple[int, int]:
+        """How many times, at least and at most, what was in hand is at the broker now.
+
+        It was there once. What is confirmed is stored, what is written may be; what is acked may be
+        gone, and is gone where the channel has answered since.
+        """
+        stored = self._count("read Basic.Ack ")
+        written = self._count("after Basic.Publish ")
+        acked = self._count("after Basic.Ack ")
+        gone, answered = 0, set[str]()
+        for step in reversed(self.steps):
+            what, name, channel = step.split()
+            if what == "read" and name in ("Basic.Deliver", "Channel.CloseOk", "Basic.QosOk"):
+                answered.add(channel)
+            elif what == "after" and name == "Basic.Ack":
+                gone += channel in answered
+        return 1 + stored - acked, 1 + written - gone
