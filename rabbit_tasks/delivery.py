@@ -184,10 +184,12 @@ class Runs:
 
     def __init__(self) -> None:
         self._orphans: dict[bytes, deque[Run]] = {}
+        self._in_hand: dict[Delivery, asyncio.Future[None]] = {}
 
     def orphan(self, delivery: Delivery) -> None:
         """The delivery in hand is lost; its run waits for the redelivery."""
         delivery.lost = True
+        self.let_go(delivery)
         run, delivery.run = delivery.run, None
         # Without an id of its own nothing says that the next such message is the same one.
         if run is None or delivery.properties.text("message_id") is None:
@@ -209,17 +211,43 @@ class Runs:
             if not runs:
                 del self._orphans[key]
 
-    def of(self, delivery: Delivery) -> Run:
-        """The run for this delivery: a new one, or that of its lost twin."""
-        run = Run()
+    async def of(self, delivery: Delivery) -> Run:
+        """The run for this delivery: a new one, or that of its lost twin.
+
+        Where the broker takes a message from one of our slots and gives it to another (a consumer
+        timeout), this one may hear of it first. So it waits until the other has heard of it as well,
+        or is through with a message of its own that is alike.
+        """
+        while (run := self._orphaned(delivery)) is None and (twins := self._twins(delivery)):
+            await asyncio.wait(twins)
+            if delivery.lost:
+                raise DeliveryLost
+        delivery.run = run or Run()
+        self._in_hand[delivery] = asyncio.get_running_loop().create_future()
+        return delivery.run
+
+    def let_go(self, delivery: Delivery) -> None:
+        """It is not in hand any more: settled, or lost."""
+        if (gone := self._in_hand.pop(delivery, None)) is not None:
+            gone.set_result(None)
+
+    def _orphaned(self, delivery: Delivery) -> Run | None:
         for key in self._keys(delivery):
             if runs := self._orphans.get(key):
                 run = runs.popleft()
                 if not runs:
                     del self._orphans[key]
-                break
-        delivery.run = run
-        return run
+                return run
+        return None
+
+    def _twins(self, delivery: Delivery) -> list[asyncio.Future[None]]:
+        """Of what is in hand and may be this message, when it is not any more."""
+        message_id = delivery.properties.text("message_id")
+        if not delivery.redelivered or message_id is None:
+            return []
+        alike = [one for one in self._in_hand if one.properties.text("message_id") == message_id]
+        same = _identity(delivery) if alike else b""
+        return [self._in_hand[one] for one in alike if _identity(one) == same]
 
     def _keys(self, delivery: Delivery) -> Iterator[bytes]:
         if self._orphans and _may_be_a_twin(delivery):
@@ -329,8 +357,9 @@ class Handling:
         Raises DeliveryLost where the broker has the message again, and Stopping or CancelledError
         where the worker must go: then the message was put back.
         """
-        run, ours = self.runs.of(delivery), False
+        run, ours = Run(), False
         try:
+            run = await self.runs.of(delivery)
             if run.owned and await self._renewed(delivery):
                 return
             await self.runs.take(run, delivery)
@@ -361,6 +390,7 @@ class Handling:
                 await self._put_back(delivery)
             raise
         finally:
+            self.runs.let_go(delivery)
             if ours:
                 self.runs.release(run)
         self._report(delivery, run)

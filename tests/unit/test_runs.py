@@ -92,6 +92,10 @@ class Process:
             self.handling.runs.orphan(delivery)
         self._hands.clear()
 
+    def lose_one(self) -> None:
+        """The one that has been in hand for the longest time."""
+        self.handling.runs.orphan(self._hands.pop(0))
+
     async def end(self, run: int, error: BaseException | None = None) -> None:
         if error is None:
             self.runs[run].set_result(None)
@@ -121,6 +125,31 @@ async def test_a_redelivery_joins_the_run_that_goes_on(process: Process) -> None
     await process.all_through()
     assert len(process.runs) == 1
     assert process.line.acked == [3]
+
+
+async def test_a_redelivery_that_comes_before_word_of_the_loss_joins_all_the_same(
+    process: Process,
+) -> None:
+    """The broker takes a message from one slot and gives it to another, which hears of it first."""
+    await process.deliver(1)
+    await process.deliver(2, again=True)
+    assert len(process.runs) == 1
+    process.lose_one()
+    await process.end(0)
+    await process.all_through()
+    assert len(process.runs) == 1
+    assert process.line.acked == [2]
+
+
+async def test_a_redelivery_that_is_like_one_in_hand_is_run_after_it(process: Process) -> None:
+    await process.deliver(1)
+    await process.deliver(2, again=True)
+    await process.end(0)
+    assert process.line.acked == [1]
+    assert len(process.runs) == 2
+    await process.end(1)
+    await process.all_through()
+    assert process.line.acked == [1, 2]
 
 
 async def test_a_redelivery_takes_the_outcome_of_the_run_that_has_ended(process: Process) -> None:
