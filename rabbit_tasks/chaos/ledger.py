@@ -56,7 +56,7 @@ class Event(NamedTuple):
 def parse(line: bytes) -> Event | None:
     """The event of a line; None where it was cut."""
     parts = line.split()
-    if len(parts) != 7 or parts[6] != b".":
+    if len(parts) != 7:  # the last is a full stop, without which a number might have been longer
         return None
     try:
         kind = parts[0].decode()

@@ -425,12 +425,12 @@ def test_the_svg_is_well_formed_whatever_its_title() -> None:
 def test_what_was_written_is_there_when_its_process_is_killed_in_the_next_moment(
     tmp_path: Path,
 ) -> None:
-    Ledger(tmp_path, 10).close()
+    book = Ledger(tmp_path, 10)
+    book.write("ready")
     pids = []
     for task in range(4):
         pid = os.fork()
         if pid == 0:
-            book = Ledger(tmp_path, 10)
             for _ in range(200):
                 book.count(task)
                 book.write("start", task, 1)
@@ -443,10 +443,9 @@ def test_what_was_written_is_there_when_its_process_is_killed_in_the_next_moment
     found = list(reading.new())
     assert reading.cut == 0
     assert sorted((e.task, e.kind) for e in found) == sorted(
-        [(t, "start") for t in range(4)] * 200 + [(t, "kill") for t in range(4)]
+        [(-1, "ready")] + [(t, "start") for t in range(4)] * 200 + [(t, "kill") for t in range(4)]
     )
-    assert len({e.worker for e in found}) == 4
-    book = Ledger(tmp_path, 10)
+    assert len({e.worker for e in found}) == 5
     assert [book.count(t) for t in range(5)] == [201, 201, 201, 201, 1]
     book.close()
 
