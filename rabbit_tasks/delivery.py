@@ -20,6 +20,7 @@ import hashlib
 import logging
 import random
 import time
+import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -169,6 +170,20 @@ class Run:
         """Its delivery was acked, or rejected to the parking lot."""
         self.lost_at = 0.0
 
+    def forget_frames(self) -> None:
+        """Let go of all that the handler's functions held, and with it of our lost connection.
+
+        It may wait for its redelivery for minutes. The stack traces keep their lines.
+        """
+        left = [None if isinstance(self.outcome, Crashed | Done | None) else self.outcome.error]
+        seen: set[int] = set()
+        while left:
+            if (error := left.pop()) is not None and id(error) not in seen:
+                seen.add(id(error))
+                with suppress(Exception):  # (its class may raise anything when it is asked)
+                    traceback.clear_frames(error.__traceback__)
+                    left += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
+
 
 class Runs:
     """The runs whose deliveries were lost, until their messages are redelivered.
@@ -195,6 +210,7 @@ class Runs:
         if run is None or delivery.properties.text("message_id") is None:
             return
         run.lost_at = time.monotonic()
+        run.forget_frames()
         identity = _identity(delivery)
         if run.answered_at:
             is_in_doubt = run.lost_at - run.answered_at < IN_DOUBT
@@ -370,6 +386,8 @@ class Handling:
                     async with self._permits:
                         run.outcome = await self.attempt(delivery, run)
                     run.failure = self._failure(run.outcome)
+                    if delivery.lost:
+                        run.forget_frames()
                 self._tell(delivery, run)
             delivery.settling = True
             if not run.copied:

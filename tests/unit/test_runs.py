@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import traceback
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, cast
@@ -243,6 +244,22 @@ async def test_an_ack_of_long_ago_is_in_no_doubt(
     assert len(process.runs) == 2
     await process.end(1)
     await process.all_through()
+
+
+async def test_a_run_that_waits_for_its_redelivery_holds_on_to_nothing_of_its_handler(
+    process: Process,
+) -> None:
+    """The frames of its error lead to the message, the channel and the connection that was lost."""
+    error = ValueError()
+    await process.deliver(1)
+    process.lose()
+    await process.end(0, error)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    assert len(frames) > 1
+    assert not any(frame.f_locals for frame in frames)
+    await process.deliver(2, again=True)
+    await process.all_through()
+    assert len(process.line.copies) == 1
 
 
 async def test_a_message_without_an_id_joins_nothing(process: Process) -> None:
