@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,8 +58,11 @@ class Account:
         assert not runs_at_once(self.runs)
         assert most_at_once(self.runs) <= Counter(SLOTS)
         twice = sum(aside.values()) - len(aside)
+        attempts_of: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        for row in self.runs.all("start"):
+            attempts_of[row["id"]][row["attempt"]] += 1
         for one, order in load.confirmed.items():
-            attempts = Counter(self.runs.attempts(one))
+            attempts = attempts_of[one]
             assert set(attempts) == ({1, 2} if order.do == "raise" else {1}), one
             assert attempts[1] == 1, f"{one}: run again, with no copy made"
             twice += attempts[2] > 1

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import urllib.error
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 from urllib.parse import quote
 
-from rabbit_tasks import Publisher, Settings
+from rabbit_tasks import Consumer, Publisher, Settings
 from tests.conftest import eventually
 from tests.support.brokers import ROOT, Broker
 from tests.support.line import Line
@@ -43,10 +44,10 @@ class Scene:
     runs: Runs
     long: list[str] = field(default_factory=list)
 
-    async def in_hand(self, order: Order) -> None:
+    async def in_hand(self, order: Order, kinds: Sequence[type[Consumer[Order]]] = KINDS) -> None:
         """A message like this in each kind of handler."""
         async with Publisher.open(self.settings) as publisher:
-            ids = {await publisher.publish(kind, order) for kind in KINDS}
+            ids = {await publisher.publish(kind, order) for kind in kinds}
         self.long += ids
         await eventually(lambda: ids <= {row["id"] for row in self.runs.all()}, within=30)
 
