@@ -217,15 +217,17 @@ class _Run:
 
 
 class _Source:
-    """What can have made one appearance."""
+    """What can have made one appearance: by one reason, or by another."""
 
-    __slots__ = ("attempt", "since", "why")
-
-    def __init__(self, why: str, attempt: int | None, since: float) -> None:
-        self.why = why
+    def __init__(self, attempt: int | None, *reasons: tuple[str, float]) -> None:
         self.attempt = attempt
         """None where it may be any."""
-        self.since = since
+        self._reasons = reasons
+
+    def reason(self, at: float) -> tuple[int, float, str] | None:
+        """The surest reason that holds by then, after how sure and how old it is."""
+        holding = [(SURENESS.index(why), since, why) for why, since in self._reasons if since <= at]
+        return min(holding, default=None)
 
 
 class _Times:
@@ -294,58 +296,58 @@ def _sources(
     events: Sequence[Event], runs: Sequence[_Run], times: _Times, repeats: int
 ) -> list[_Source]:
     """Everything that can have made an appearance of this task."""
-    found = [_Source(PUBLISHED, 1, -math.inf)]
-    found += [_Source(AGAIN, 1, -math.inf) for _ in range(repeats)]
+    found = [_Source(1, (PUBLISHED, -math.inf))]
+    found += [_Source(1, (AGAIN, -math.inf)) for _ in range(repeats)]
     for run in runs:
         end = run.end if run.end is not None else run.start
         if run.how == "fail":
-            found.append(_Source(RETRIED, run.attempt + 1, end))
+            found.append(_Source(run.attempt + 1, (RETRIED, end)))
             until = math.inf if run.settled is None else run.settled
             if times.is_troubled(run.worker, run.start, until):
-                found.append(_Source(COPIED_AGAIN, run.attempt + 1, end))
-        if why := _redelivered(run, end, times):
-            found.append(_Source(why[0], run.attempt, why[1]))
+                found.append(_Source(run.attempt + 1, (COPIED_AGAIN, end)))
+        if reasons := list(_redelivered(run, end, times)):
+            found.append(_Source(run.attempt, *reasons))
     for event in events:
         if event.kind == "held":
-            found.append(_Source(COPIED_AGAIN, None, event.at))
+            found.append(_Source(None, (COPIED_AGAIN, event.at)))
         elif event.kind == "waits" and times.died(event.worker, event.at, within=MOMENT):
-            found.append(_Source(COPY_UNACKED, event.attempt, event.at))
+            found.append(_Source(event.attempt, (COPY_UNACKED, event.at)))
     first = min((event.at for event in events), default=math.inf)
     last = max((event.at for event in events), default=-math.inf)
-    found += [_Source(HURT, None, hurt.began) for hurt in times.hurts(first, last)]
+    found += [_Source(None, (HURT, hurt.began)) for hurt in times.hurts(first, last)]
     return found
 
 
-def _redelivered(run: _Run, end: float, times: _Times) -> tuple[str, float] | None:
-    """Why the broker may have delivered again what this run had, and since when."""
+def _redelivered(run: _Run, end: float, times: _Times) -> Iterator[tuple[str, float]]:
+    """Why the broker may have delivered again, once, what this run had, and since when."""
     if run.how == "kill":
-        return KILLED, end
-    if run.how == "cancel":
-        return PUT_BACK, end
-    if run.settled is None:
+        yield KILLED, end
+    elif run.how == "cancel":
+        yield PUT_BACK, end
+    elif run.settled is None:
         if (death := times.died(run.worker, end)) is not None:
-            return (UNACKED if run.how else BESIDE), death
+            yield (UNACKED if run.how else BESIDE), death
         if times.is_troubled(run.worker, run.start, math.inf):
-            return LOST_CONNECTION, run.start
-        return None
-    if times.died(run.worker, run.settled, within=MOMENT) is not None:
-        return ON_ITS_WAY, run.settled
-    if times.is_troubled(run.worker, run.start, run.settled + MOMENT):
-        return LOST_CONNECTION, run.start
-    return None
+            yield LOST_CONNECTION, run.start
+    else:
+        if times.died(run.worker, run.settled, within=MOMENT) is not None:
+            yield ON_ITS_WAY, run.settled
+        if times.is_troubled(run.worker, run.start, run.settled + MOMENT):
+            yield LOST_CONNECTION, run.start
 
 
 def _take(sources: list[_Source], attempt: int | None, at: float) -> str | None:
-    """Use up what most surely made an appearance; what it was, None where nothing can have."""
+    """Use up what most surely made an appearance; why it did, None where nothing can have."""
     fitting = [
-        source for source in sources
-        if source.since <= at and (attempt is None or source.attempt in (attempt, None))
+        (reason, i) for i, source in enumerate(sources)
+        if (attempt is None or source.attempt in (attempt, None))
+        and (reason := source.reason(at)) is not None
     ]  # fmt: skip
     if not fitting:
         return None
-    chosen = min(fitting, key=lambda source: (SURENESS.index(source.why), source.since))
-    sources.remove(chosen)
-    return chosen.why
+    (_, _, why), i = min(fitting)
+    del sources[i]
+    return why
 
 
 # --- all of them --------------------------------------------------------------------------------

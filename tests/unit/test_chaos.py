@@ -189,6 +189,12 @@ def test_a_lost_connection_explains_a_run_elsewhere() -> None:
     assert reasons(book.account()) == {why.LOST_CONNECTION: 1}
 
 
+def test_a_lost_connection_explains_though_its_worker_is_killed_later() -> None:
+    book = Book().run(0, "done", worker="c").write("lost", worker="c").run(0, "done", "settled")
+    made = book.run(1, "kill", worker="c").run(1, "done", "settled").account(2)
+    assert reasons(made) == {why.KILLED: 1, why.LOST_CONNECTION: 1}
+
+
 def test_a_connection_that_another_worker_lost_explains_nothing() -> None:
     made = Book().run(0).write("lost", worker="b").run(0, "done", "settled", worker="b")
     assert len(made.account().unexplained) == 1
