@@ -572,7 +572,7 @@ class Process:
             raise ValueError("told to")
         if how == "park":
             raise Park("told to")
-        self.world.done.add(letter.name)
+        self.world.done[letter.name] += 1
 
     def stop(self) -> None:
         self.stops += 1
@@ -627,8 +627,9 @@ class World:
         for name in self.arguments:
             self.broker.create(name)
         self.processes: list[Process] = []
-        self.published: set[str] = set()
-        self.done: set[str] = set()
+        self.published: Counter[str] = Counter()
+        """How many there are of one name."""
+        self.done: Counter[str] = Counter()
         self.destroyed: set[str] = set()
         self.faults: list[str] = []
         self.deaths: Counter[Key] = Counter()
@@ -643,8 +644,13 @@ class World:
 
     def see_acked(self, letter: Letter) -> None:
         name = letter.name
-        if not self.broker.instances[name] and name not in self.done | self.destroyed:
+        if self._is_short(name):
             self.fault(f"{name} is lost: acked, not done, and there is no copy")
+
+    def _is_short(self, name: str) -> bool:
+        """Whether there were more of it than are there, or done."""
+        there = self.broker.instances[name] + self.done[name]
+        return there < self.published[name] and name not in self.destroyed
 
     def see_begun(self, process: Process, running: Running, message: Message) -> None:
         self.runs[running.key[0]] += 1
@@ -655,6 +661,7 @@ class World:
             self.fault(f"{running.key[0]}: attempt {message.attempt}")
         if (
             running.has_id
+            and self.published[running.key[0]] == 1
             and any(other.has_id and other.key == running.key for other in process.running)
             and self.broker.instances[running.key[0]] < 2
         ):
@@ -693,14 +700,17 @@ class World:
         self.processes.append(process)
         return process
 
-    def publish(self, *, with_id: bool = True) -> str:
+    def publish(self, *, with_id: bool = True, alike: int = 1) -> str:
+        """One message, or several of which nothing tells one from the other."""
         name = f"m{next(self._numbers)}"
-        self.published.add(name)
+        # (One whose ack may be lost settles another one that is published in the same second.)
+        when = datetime.fromtimestamp(self.now, UTC) if alike == 1 else None
         properties = Properties.of(
-            {"theirs": name}, message_id=name if with_id else None, delivery_mode=2,
-            timestamp=datetime.fromtimestamp(self.now, UTC),
-        )  # fmt: skip
-        self.broker.publish("", MAIN, name.encode(), properties)
+            {"theirs": name}, message_id=name if with_id else None, delivery_mode=2, timestamp=when
+        )
+        for _ in range(alike):
+            self.published[name] += 1
+            self.broker.publish("", MAIN, name.encode(), properties)
         return name
 
     def replay(self) -> None:
@@ -825,16 +835,16 @@ class World:
 
     def check(self) -> None:
         """What holds at every moment."""
-        for name in self.published - self.done - self.destroyed:
-            if not self.broker.instances[name]:
+        for name in self.published:
+            if self._is_short(name):
                 self.fault(f"{name} is nowhere")
         assert not self.faults, self.faults
 
     def check_rest(self) -> None:
         """At rest: all is done or parked, and every slot takes the next message."""
         parked = Counter(letter.name for letter in self.broker.queues[PARKED].ready)
-        for name in self.published - self.destroyed:
-            if name not in self.done and not parked[name]:
+        for name in self.published.keys() - self.destroyed:
+            if self.done[name] + parked[name] < self.published[name]:
                 self.fault(f"{name} is neither done nor parked")
             if self.broker.instances[name] != parked[name]:
                 self.fault(f"{name}: {self.broker.instances[name]} in the books")

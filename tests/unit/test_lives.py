@@ -101,11 +101,14 @@ class Lives(RuleBasedStateMachine):
 
     # --- work
 
-    @rule(number=st.integers(1, 3), with_id=st.sampled_from([True, True, True, False]))
-    def publish(self, number: int, with_id: bool) -> None:
+    @rule(
+        number=st.integers(1, 3), with_id=st.sampled_from([True, True, True, False]),
+        alike=st.sampled_from([1, 1, 1, 2]),
+    )  # fmt: skip
+    def publish(self, number: int, with_id: bool, alike: int) -> None:
         if MAIN in self.world.broker.queues and not self.world.broker.queues[MAIN].full:
             for _ in range(number):
-                self.world.publish(with_id=with_id)
+                self.world.publish(with_id=with_id, alike=alike)
 
     @precondition(_some_work)
     @rule(number=FEW, how=st.sampled_from(["ok", "raise", "raise", "park"]))
