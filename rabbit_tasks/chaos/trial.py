@@ -36,6 +36,8 @@ IDLE: Final = 3.0
 """Seconds in which nothing is waiting, in hand or written down, after which nothing more will come:
 on a broker that was well all the time."""
 MOMENT: Final = 0.5
+HURRIED: Final = 5.0
+"""Seconds for the broker to answer once we are to hurry."""
 PUBLISHING_ENDS: Final = 5.0
 RECENT: Final = 5.0
 """Seconds over which the rate shown in between is taken."""
@@ -322,23 +324,18 @@ class Trial:
     async def _account(self, hung: str) -> Result:
         """Look for every task, in the ledger and on the broker."""
         self._read()
-        interrupted = self._interrupted.is_set()
-        parked: dict[int, list[str]] = defaultdict(list)
-        queued: dict[int, list[str]] = defaultdict(list)
-        uncounted = 0
         post = self._post
+        found = _Found()
         if post is not None and not self._hurry.is_set():
             self._told("looking where every task is")
-            depths = await self._queues.surely(self._queues.depths)
-            if depths[self._queues.parked]:
-                for name, reason in await self._queues.surely(self._queues.parked_reasons):
-                    parked[_number(name)].append(reason)
-            waiting = sum(depths[name] for name in self._queues.waiting)
-            if interrupted:
-                uncounted = waiting
-            elif waiting or self._is_any_missing(post.confirmed, parked):
-                for name, queue in await self._queues.surely(self._queues.look):
-                    queued[_number(name)].append(queue)
+            looking = asyncio.create_task(self._find(post, found))
+            try:
+                await self._hurried(looking)
+            except Exception as error:  # (asked again and again for a minute)
+                found.is_whole = False
+                hung = hung or f"the broker cannot be asked where the tasks lie ({_why(error)})"
+        interrupted = self._interrupted.is_set() or not found.is_whole
+        parked, queued = found.parked, found.queued
         if self._away_since is not None:
             self._outages.append(Hurt(self._away_since - LOOK, time.monotonic()))
         foreign = len(parked.pop(-1, ())) + len(queued.pop(-1, ()))
@@ -352,7 +349,7 @@ class Trial:
             parked=parked,
             queued=queued,
             foreign=foreign,
-            uncounted=uncounted,
+            uncounted=found.uncounted,
             hurts=[one.hurt for one in self._hurts.done],
             outages=self._outages,
             began=self._began,
@@ -366,6 +363,33 @@ class Trial:
             supervised_deaths=await asyncio.to_thread(fleet.deaths) if fleet else 0,
         )  # fmt: skip
 
+    async def _find(self, post: Post, found: _Found) -> None:
+        """Look into the queues: of an interrupted run only how much lies there."""
+        queues = self._queues
+        depths = await queues.surely(queues.depths)
+        if depths[queues.parked]:
+            for name, reason in await queues.surely(queues.parked_reasons):
+                found.parked[_number(name)].append(reason)
+        waiting = sum(depths[name] for name in queues.waiting)
+        if self._interrupted.is_set():
+            found.uncounted = waiting
+        elif waiting or self._is_any_missing(post.confirmed, found.parked):
+            for name, queue in await queues.surely(queues.look):
+                found.queued[_number(name)].append(queue)
+        found.is_whole = True
+
+    async def _hurried(self, work: asyncio.Task[Any]) -> None:
+        """Wait for it; not much longer, once we are to hurry."""
+        hurry = asyncio.create_task(self._hurry.wait())
+        await asyncio.wait([work, hurry], return_when=asyncio.FIRST_COMPLETED)
+        hurry.cancel()
+        await asyncio.wait([work], timeout=HURRIED)
+        if not work.done():
+            work.cancel()
+            await asyncio.wait([work])
+            raise TrialError("interrupted")
+        work.result()
+
     def _is_any_missing(self, confirmed: bytearray, parked: Mapping[int, object]) -> bool:
         return any(
             confirmed[task] and not self._done[task] and task not in parked
@@ -374,12 +398,13 @@ class Trial:
 
     async def _clean(self) -> str:
         """Remove the queues; what is left, if they cannot be."""
+        removing = asyncio.create_task(self._queues.surely(self._queues.remove))
         try:
-            await self._queues.surely(self._queues.remove)
+            await self._hurried(removing)
         except Exception as error:
             return (
                 f"queues {self.plan.prefix}* are left on the broker, they could not be deleted "
-                f"({error or type(error).__name__}); to delete them: rabbitmqctl list_queues -q name "
+                f"({_why(error)}); to delete them: rabbitmqctl list_queues -q name "
                 f"| grep '^{self.plan.prefix}' | xargs -n 1 rabbitmqctl delete_queue"
             )
         finally:
@@ -411,6 +436,20 @@ class Trial:
             ],
             "account": result.account.as_json(),
         }  # fmt: skip
+
+
+@dataclass
+class _Found:
+    """What lies in the queues when the work is over."""
+
+    parked: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    queued: dict[int, list[str]] = field(default_factory=lambda: defaultdict(list))
+    uncounted: int = 0
+    is_whole: bool = False
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__
 
 
 def _number(message_id: str) -> int:

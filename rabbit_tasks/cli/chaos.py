@@ -105,8 +105,6 @@ def chaos(
     In queues of its own, rabbit-tasks-chaos.RUN.*, which it creates and removes. Exit 1 if a task is
     unaccounted for, or ran twice and nothing explains it.
     """
-    import asyncio
-
     from rabbit_tasks.chaos.plan import Plan
 
     settings = settings_of(context)
@@ -123,19 +121,21 @@ def chaos(
         _check_file(option, path)
     folder = _folder(ledger)
 
-    from rabbit_tasks.chaos.trial import forget
+    from rabbit_tasks.chaos.trial import TrialError, forget
 
     _tell_plan(plan, settings, broker_command, hurts)
-    number = 0
+    number, is_kept = 0, False
     result: Result | None = None
     try:
         number, result, told = run(
             _chaos(plan, settings, folder, waits.total_seconds(), broker_command, hurts)
         )
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    except TrialError:
+        is_kept = True
+        tell(f"what the workers wrote down is kept: {folder}")
+        raise
     finally:
-        if ledger is None and (result is None or result.is_clean):
+        if ledger is None and not is_kept and (result is None or result.is_clean):
             forget(folder)
     _write(report, json.dumps(told, indent=2) + "\n")
     if plot is not None:
