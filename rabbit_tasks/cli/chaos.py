@@ -33,41 +33,87 @@ SHOWN: Final = 10
 """Lost or unexplained tasks that are told one by one; the report has all."""
 
 
+def _whole(option: str) -> Callable[[str | int], int]:
+    """Reads an option's whole number; ConfigurationError, one line, where it is none."""
+
+    def read(text: str | int) -> int:
+        try:
+            return int(text)
+        except ValueError:
+            raise ConfigurationError(f"{option} is {text!r}; it takes a whole number") from None
+
+    return read
+
+
+def _real(option: str) -> Callable[[str | float], float]:
+    def read(text: str | float) -> float:
+        try:
+            return float(text)
+        except ValueError:
+            raise ConfigurationError(f"{option} is {text!r}; it takes a number") from None
+
+    return read
+
+
 @cli.command("chaos")
 def chaos(
     context: typer.Context,
-    tasks: Annotated[int, typer.Option(metavar="N", help="How many tasks.")] = 10_000,
+    tasks: Annotated[
+        int, typer.Option(parser=_whole("--tasks"), metavar="N", help="How many tasks.")
+    ] = 10_000,
     kill: Annotated[
         float,
         typer.Option(
-            metavar="P", help="How probably a run SIGKILLs its worker, most of them in mid-work."
+            parser=_real("--kill"),
+            metavar="P",
+            help="How probably a run SIGKILLs its worker, most of them in mid-work.",
         ),
     ] = 0.05,
-    workers: Annotated[int, typer.Option(metavar="N", help="Worker processes.")] = 4,
+    workers: Annotated[
+        int, typer.Option(parser=_whole("--workers"), metavar="N", help="Worker processes.")
+    ] = 4,
     concurrency: Annotated[
-        int, typer.Option(metavar="N", help="Messages that a worker has in hand at once.")
+        int,
+        typer.Option(
+            parser=_whole("--concurrency"),
+            metavar="N",
+            help="Messages that a worker has in hand at once.",
+        ),
     ] = 1,
     work_time: Annotated[
         str, typer.Option(metavar="DURATION", help="How long a run works.")
     ] = "0ms",
     fail: Annotated[
-        float, typer.Option(metavar="P", help="How probably an attempt fails, and is retried.")
+        float,
+        typer.Option(
+            parser=_real("--fail"),
+            metavar="P",
+            help="How probably an attempt fails, and is retried.",
+        ),
     ] = 0.0,
     poison: Annotated[
         float,
         typer.Option(
+            parser=_real("--poison"),
             metavar="P|N",
             help="Tasks that always kill their worker: below 1 a probability, else how many.",
         ),
     ] = 0.0,
     delivery_limit: Annotated[
         int,
-        typer.Option(metavar="N", help="Deaths of its workers that a message may cost, and one."),
+        typer.Option(
+            parser=_whole("--delivery-limit"),
+            metavar="N",
+            help="A message is parked after so many deaths of its workers, and one more.",
+        ),
     ] = 5,
     seed: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Decides who dies and who fails.", show_default="drawn, and told"
+            parser=_whole("--seed"),
+            metavar="N",
+            help="Decides who dies and who fails.",
+            show_default="drawn, and told",
         ),
     ] = None,
     broker_command: Annotated[
@@ -79,7 +125,12 @@ def chaos(
         ),
     ] = None,
     hurts: Annotated[
-        int, typer.Option(metavar="N", help="How often to run it, spread over the work.")
+        int,
+        typer.Option(
+            parser=_whole("--hurts"),
+            metavar="N",
+            help="How often to run it, spread over the work.",
+        ),
     ] = 5,
     patience: Annotated[
         str,

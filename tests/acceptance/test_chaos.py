@@ -228,6 +228,9 @@ async def test_killed_it_takes_its_fleet_with_it(chaos: Start, left: Left) -> No
     ("arguments", "words"),
     [
         (["--tasks", "0"], "--tasks is 0"),
+        (["--tasks", "many"], "--tasks is 'many'; it takes a whole number"),
+        (["--seed", "1.5"], "--seed is '1.5'; it takes a whole number"),
+        (["--kill", "often"], "--kill is 'often'; it takes a number"),
         (["--kill", "1.5"], "--kill is 1.5"),
         (["--fail", "-1"], "--fail is -1"),
         (["--poison", "2.5"], "--poison is 2.5"),
