@@ -655,7 +655,8 @@ class World:
     def see_begun(self, process: Process, running: Running, message: Message) -> None:
         self.runs[running.key[0]] += 1
         limit = self.kind.delivery_limit
-        if self.deaths[running.key] > limit and not (self.rough or self.is_shaken):
+        alone = self.published[running.key[0]] == 1
+        if alone and self.deaths[running.key] > limit and not (self.rough or self.is_shaken):
             self.fault(f"{running.key[0]} runs again after {self.deaths[running.key]} deaths")
         if message.attempt > self.kind.retry.attempts:
             self.fault(f"{running.key[0]}: attempt {message.attempt}")
@@ -678,7 +679,7 @@ class World:
         if letter.key[1] > self.kind.retry.attempts:
             self.fault(f"{letter.name}: parked after {letter.key[1]} attempts")
         reason = history.reason(letter.properties)
-        if "delivery limit" in reason and not self.rough:
+        if "delivery limit" in reason and self.published[letter.name] == 1 and not self.rough:
             self.fault(f"{letter.name}: parked by the broker's limit, in calm")
         if found := re.fullmatch(r"its worker died (\d+) times", reason):
             counted = int(found[1])
@@ -716,7 +717,8 @@ class World:
     def replay(self) -> None:
         """Everything that is parked."""
         queue = self.broker.queues.get(PARKED)
-        if queue is None or MAIN not in self.broker.queues:
+        main = self.broker.queues.get(MAIN)
+        if queue is None or main is None or main.full:
             return
         while queue.ready:
             letter = queue.ready.popleft()

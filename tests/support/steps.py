@@ -34,7 +34,7 @@ class Steps:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._begin = begin
         self._die_at = die_at
-        self._acks = acks
+        self.acks_left = acks
         self._count = 0
         self._lines: list[object] = []
         self._write = asyncio.StreamWriter.write
@@ -78,8 +78,8 @@ class Steps:
                 self.consuming = writer
             self._take(f"after {name} {channel}")
             if name in ("Basic.Ack", "Basic.Reject") and self._count:
-                self._acks -= 1
-                if self._acks == 0:
+                self.acks_left -= 1
+                if self.acks_left == 0:
                     os.kill(os.getpid(), signal.SIGTERM)
 
     def read(self, channel: str, name: str) -> None:

@@ -30,7 +30,9 @@ def consumer(name: str) -> Consumer[Order]:
             if steps is not None and order.do == "lose":
                 assert steps.consuming is not None
                 steps.consuming.transport.abort()
-                await asyncio.sleep(0.7)
+                # Until its redelivery is acked, for a copy that waits for the end of this run.
+                while steps.acks_left > 1:
+                    await asyncio.sleep(0.02)
             obey(order, message)
             record("end", message)
 
