@@ -128,13 +128,15 @@ class Sweep:
     async def finish(self, ids: list[str]) -> None:
         """A healthy worker does what is left; then the account of each message."""
         nursery = await self._free.get()
-        log = self.folder / "healthy.log"
+        log = self.folder / f"healthy-{len(self.codes)}.log"
         healthy = nursery.begin("--app", APP, "work", log=log, env=self._all)
         is_at_rest = 0
         async with asyncio.timeout(60):
             while is_at_rest < 2:
                 await asyncio.sleep(0.1)
-                is_at_rest = is_at_rest + 1 if await self._are_there(ids, healthy) else 0
+                # (Not before it can be stopped, where there is nothing left to do.)
+                there = "connected to" in log.read_text() and await self._are_there(ids, healthy)
+                is_at_rest = is_at_rest + 1 if there else 0
         os.kill(healthy, signal.SIGTERM)
         assert await asyncio.to_thread(nursery.end) == 0, log.read_text()
         self._free.put_nowait(nursery)
