@@ -31,6 +31,7 @@ class Post:
         self._poison = plan.poisoned()
         self._backlog = max(BACKLOG, 4 * plan.workers * plan.concurrency)
         self._next = 0
+        self._turn = asyncio.Lock()
         self._stop = asyncio.Event()
         self.confirmed = bytearray(plan.tasks)
         self.count = 0
@@ -58,12 +59,18 @@ class Post:
                 pumps.create_task(self._pump())
 
     async def _pump(self) -> None:
-        while self._next < self._plan.tasks and not self._stop.is_set():
-            if self._next - self._finished() >= self._backlog:
-                await asyncio.sleep(0.05)
-                continue
-            task, self._next = self._next, self._next + 1
+        while (task := await self._take()) is not None:
             await self._publish(task)
+
+    async def _take(self) -> int | None:
+        """The next task, when there is room for it; None when there is none, or we are to stop."""
+        async with self._turn:  # one waits for room, the others for their turn
+            while self._next - self._finished() >= self._backlog and not self._stop.is_set():
+                await asyncio.sleep(0.05)
+            if self._stop.is_set() or self._next >= self._plan.tasks:
+                return None
+            task, self._next = self._next, self._next + 1
+            return task
 
     async def _publish(self, task: int) -> None:
         body = Task(task=task, poison=task in self._poison).model_dump_json().encode()
