@@ -232,10 +232,12 @@ class Runs:
 
         Where the broker takes a message from one of our slots and gives it to another (a consumer
         timeout), this one may hear of it first. So it waits until the other has heard of it as well,
-        or is through with a message of its own that is alike.
+        or is through with a message of its own that is alike. (What comes into hand later is none of
+        them: this message is here. Of messages that are all alike, one would wait for ever.)
         """
-        while (run := self._orphaned(delivery)) is None and (twins := self._twins(delivery)):
-            await asyncio.wait(twins)
+        twins = self._twins(delivery)
+        while (run := self._orphaned(delivery)) is None and twins:
+            _, twins = await asyncio.wait(twins, return_when=asyncio.FIRST_COMPLETED)
             if delivery.lost:
                 raise DeliveryLost
         delivery.run = run or Run()
@@ -256,14 +258,14 @@ class Runs:
                 return run
         return None
 
-    def _twins(self, delivery: Delivery) -> list[asyncio.Future[None]]:
+    def _twins(self, delivery: Delivery) -> set[asyncio.Future[None]]:
         """Of what is in hand and may be this message, when it is not any more."""
         message_id = delivery.properties.text("message_id")
-        if not delivery.redelivered or message_id is None:
-            return []
+        if message_id is None or not _may_be_a_twin(delivery):
+            return set()
         alike = [one for one in self._in_hand if one.properties.text("message_id") == message_id]
         same = _identity(delivery) if alike else b""
-        return [self._in_hand[one] for one in alike if _identity(one) == same]
+        return {self._in_hand[one] for one in alike if _identity(one) == same}
 
     def _keys(self, delivery: Delivery) -> Iterator[bytes]:
         if self._orphans and _may_be_a_twin(delivery):
@@ -319,7 +321,9 @@ def _is_count(header: str) -> bool:
 
 
 def _may_change(header: str) -> bool:
-    return names.is_brokers(header) or (header in names.OURS and header != names.RETRY_COUNT)
+    # (A replay, like a retry, is another life of the message.)
+    told = header in names.OURS and header not in (names.RETRY_COUNT, names.REPLAYED)
+    return told or names.is_brokers(header)
 
 
 class Handling:

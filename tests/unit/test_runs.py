@@ -153,6 +153,70 @@ async def test_a_redelivery_that_is_like_one_in_hand_is_run_after_it(process: Pr
     assert process.line.acked == [1, 2]
 
 
+async def test_a_redelivery_does_not_wait_for_alike_ones_that_come_after_it(
+    process: Process,
+) -> None:
+    """In a queue full of messages that are alike its slot would stall."""
+    await process.deliver(1)
+    await process.deliver(2, again=True)
+    await process.deliver(3)
+    assert len(process.runs) == 2
+    await process.end(0)
+    assert len(process.runs) == 3
+    for run in (1, 2):
+        await process.end(run)
+    await process.all_through()
+
+
+async def test_a_redelivery_joins_the_lost_run_though_one_like_it_is_still_in_hand(
+    process: Process,
+) -> None:
+    await process.deliver(1)
+    await process.deliver(2)
+    await process.deliver(3, again=True)
+    process.lose_one()
+    await process.end(0)
+    assert process.line.acked == [3]
+    await process.end(1)
+    await process.all_through()
+    assert len(process.runs) == 2
+
+
+async def test_copies_that_waited_for_a_run_are_not_run_beside_it_or_each_other(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection was lost after the first one's confirm, before the original's ack."""
+    monkeypatch.setattr(Asks, "delivery_limit", 3)
+    await process.deliver(1)
+    process.lose()
+    process.line.breaks = True
+    for tag in (2, 3):
+        await process.deliver(tag, again=True, headers={"x-delivery-count": tag})
+    (_, one), (_, another) = process.line.copies
+    for tag, copy in ((4, one), (5, another)):
+        await process.deliver(tag, headers=copy.headers)
+    assert len(process.runs) == 1
+    await process.end(0)
+    assert process.line.acked == [2, 3, 4]
+    assert len(process.runs) == 2
+    await process.end(1)
+    await process.all_through()
+    assert process.line.acked == [2, 3, 4, 5]
+
+
+async def test_a_message_that_was_replayed_is_run_though_the_outcome_of_its_life_before_waits(
+    process: Process,
+) -> None:
+    await process.deliver(1)
+    process.lose()
+    await process.end(0, ValueError())
+    await process.deliver(2, again=True, headers={names.REPLAYED: {"count": 1}})
+    assert len(process.runs) == 2
+    await process.end(1)
+    await process.all_through()
+    assert process.line.acked == [2]
+
+
 async def test_a_redelivery_takes_the_outcome_of_the_run_that_has_ended(process: Process) -> None:
     await process.deliver(1)
     process.lose()
