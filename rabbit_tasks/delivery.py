@@ -222,7 +222,8 @@ class Runs:
             identity = _sameness(delivery)
         self._orphans.setdefault(identity, deque()).append(run)
         for key, runs in list(self._orphans.items()):
-            while runs and runs[0].lost_at < run.lost_at - ORPHANS_KEPT:
+            # (One that goes on is kept: its redelivery would run beside it.)
+            while runs and not runs[0].owned and runs[0].lost_at < run.lost_at - ORPHANS_KEPT:
                 runs.popleft()
             if not runs:
                 del self._orphans[key]
@@ -398,6 +399,7 @@ class Handling:
                 run.copied = await self.settle(delivery, run)
             if run.copied:
                 await delivery.ack()
+            is_news = not run.answered_at  # or else its ack was lost, and it is acked once more
             run.answered_at = time.monotonic()
         except DeliveryLost:
             self.runs.orphan(delivery)
@@ -415,7 +417,8 @@ class Handling:
             self.runs.let_go(delivery)
             if ours:
                 self.runs.release(run)
-        self._report(delivery, run)
+        if is_news:
+            self._report(delivery, run)
 
     async def attempt(self, delivery: Delivery, run: Run) -> Outcome:
         """Decode, handle; an exception becomes an outcome. Cancellation passes through."""

@@ -11,7 +11,10 @@ from rabbit_tasks.retry import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """A delivery was settled: its outcome is on the broker and it is acked."""
+    """A message was settled: its outcome is on the broker and its delivery acked.
+
+    Once for each run, though its ack be lost and the redelivery acked with the same outcome.
+    """
 
     message: Message
     outcome: Outcome

@@ -11,10 +11,11 @@ from typing import Any, cast
 import pytest
 from aiormq.channel import Channel
 
-from rabbit_tasks import Consumer, Message, RetryPolicy
+from rabbit_tasks import Consumer, Done, Message, RetryPolicy
 from rabbit_tasks import message as names
 from rabbit_tasks.broker import Publisher
 from rabbit_tasks.delivery import Delivery, DeliveryLost, Handling
+from rabbit_tasks.observer import Settled
 from rabbit_tasks.properties import Properties
 from tests.conftest import eventually
 
@@ -65,7 +66,10 @@ class Process:
     def __init__(self) -> None:
         self.line = Line()
         self.asks = Asks()
-        self.handling = Handling(self.asks, publisher=cast(Publisher, self.line))
+        self.told: list[Settled] = []
+        self.handling = Handling(
+            self.asks, publisher=cast(Publisher, self.line), observers=(self.told.append,)
+        )
         self._tasks: list[asyncio.Task[None]] = []
         self._hands: list[Delivery] = []
 
@@ -229,7 +233,9 @@ async def test_a_redelivery_takes_the_outcome_of_the_run_that_has_ended(process:
     assert process.line.acked == [2]
 
 
-async def test_a_message_whose_ack_was_lost_is_not_run_again(process: Process) -> None:
+async def test_a_message_whose_ack_was_lost_is_not_run_again_nor_told_again(
+    process: Process,
+) -> None:
     await process.deliver(1)
     await process.end(0)
     process.lose()
@@ -237,6 +243,23 @@ async def test_a_message_whose_ack_was_lost_is_not_run_again(process: Process) -
     await process.all_through()
     assert len(process.runs) == 1
     assert process.line.acked == [1, 2]
+    assert [settled.outcome for settled in process.told] == [Done()]
+
+
+async def test_a_run_that_goes_on_is_joined_however_long_ago_it_was_lost(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rabbit_tasks.delivery.ORPHANS_KEPT", 0.0)
+    await process.deliver(1)
+    process.lose()
+    await process.deliver(2, message_id="another")
+    process.lose()
+    await process.deliver(3, again=True)
+    for run in (0, 1):
+        await process.end(run)
+    await process.all_through()
+    assert len(process.runs) == 2
+    assert process.line.acked == [3]
 
 
 @pytest.mark.parametrize("ends", [(None, None), (None, ValueError()), (ValueError(), None)])
