@@ -25,6 +25,15 @@ RESTART_CAP: Final = "100ms"
 """The longest pause after a death: here, deaths are the point."""
 
 
+COMMAND: Final = """
+import rabbit_tasks.chaos.app
+from rabbit_tasks.cli import main
+main()
+"""
+"""`rabbit-tasks`, with the app's module loaded before the workers' processes part from the supervisor's:
+there are thousands of them, and where Python may not keep what it compiles, each would do it anew."""
+
+
 class Fleet:
     """The supervisor's process, and its workers through it."""
 
@@ -37,7 +46,7 @@ class Fleet:
         """Start the workers of this plan."""
         with (folder / LOG).open("ab") as log:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "rabbit_tasks", "--app", "rabbit_tasks.chaos.app:app",
+                sys.executable, "-c", COMMAND, "--app", "rabbit_tasks.chaos.app:app",
                 "work", "--processes", str(plan.workers),
                 "--log-format", "json", "--grace", f"{GRACE}s",
                 env={
