@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import ctypes
 import inspect
 import io
 import logging
@@ -35,12 +34,12 @@ from rabbit_tasks import history
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.errors import ConfigurationError
 from rabbit_tasks.message import Message
+from rabbit_tasks.process import end_with_parent, ending
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.retry import Done, Outcome, Parked, RetryAfter
 
 # Not fork: the parent has threads and an event loop, of which a forked child gets a broken half.
 _SPAWN: Final = multiprocessing.get_context("spawn")
-_PR_SET_PDEATHSIG: Final = 1
 _NOT_FOR_CHILDREN: Final = (signal.SIGINT, signal.SIGTERM)
 _MIB: Final = 1_048_576
 
@@ -315,7 +314,10 @@ class _Child:
     @property
     def ending(self) -> str:
         """How the process ended, in words."""
-        return _ending(self._process.exitcode)
+        code = self._process.exitcode
+        if code is None:
+            return "the handler's process closed its connection to the worker and did not end"
+        return f"the handler's process {ending(code)}"
 
     def leave(self) -> None:
         """Have it end by itself, and waits for nothing."""
@@ -350,20 +352,6 @@ class _Child:
         deadline = time.monotonic() + patience
         while self._process.exitcode is None and time.monotonic() < deadline:
             time.sleep(0.005)
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "the handler's process closed its connection to the worker and did not end"
-    if code < 0:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        # Nothing tells the kernel's from another's.
-        perhaps = ", perhaps by the kernel, out of memory" if -code == signal.SIGKILL else ""
-        return f"the handler's process was killed by {name}{perhaps}"
-    return f"the handler's process ended by itself with exit code {code}"
 
 
 # --- in the child -------------------------------------------------------------------------------
@@ -412,10 +400,9 @@ def _be_another(pipe: Connection) -> None:
 
 def _end_with_parent() -> None:
     """A worker that was killed must not leave a handler running beside its redelivery."""
-    if sys.platform == "linux":
-        # The kernel does it even where the handler never lets this thread run, as a bad regular
-        # expression does not.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The kernel does it even where the handler never lets this thread run, as a bad regular expression
+    # does not.
+    end_with_parent(signal.SIGKILL)
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

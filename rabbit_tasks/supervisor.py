@@ -12,7 +12,6 @@ makes a worker in milliseconds, and nothing an app does can hurt it.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import os
@@ -28,6 +27,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from rabbit_tasks.durations import duration_text
+from rabbit_tasks.process import end_with_parent, ending
 
 if TYPE_CHECKING:
     from rabbit_tasks.settings import Settings
@@ -44,7 +44,6 @@ MOST: Final = 500
 """Workers of one supervisor; more is a typing error."""
 
 _HEEDED: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD)
-_PR_SET_PDEATHSIG: Final = 1
 # What a worker writes to its supervisor, in this order. The last is followed by the error's text.
 _LOADED, _CONSUMES, _GIVES_UP = b"l", b"c", b"g"
 # What the supervisor writes to its workers: once for "stop", once more for "stop now".
@@ -437,28 +436,11 @@ def restart_pause(failures: int, cap: float, draw: float) -> float:
     return draw * min(cap, FIRST_PAUSE * 2.0 ** min(failures - 1, 30))
 
 
-def ending(code: int) -> str:
-    """How a process ended, in words.
-
-    >>> ending(-9), ending(1)
-    ('was killed by SIGKILL (by the kernel, if memory ran out)', 'ended with exit code 1')
-    """
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    hint = " (by the kernel, if memory ran out)" if code == -signal.SIGKILL else ""
-    return f"was killed by {name}{hint}"
-
-
 def _end_with(supervisor: int) -> None:
     """In a worker's process: SIGTERM when the supervisor dies, which cannot tell it any more.
 
     Its event loop sees it by the line's end too, on any system; this one works before there is one.
     """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
     if os.getppid() != supervisor:
         os._exit(1)

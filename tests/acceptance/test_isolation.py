@@ -46,7 +46,7 @@ async def test_a_handler_whose_time_is_up_is_killed_and_tried_again(
 
 DEEDS = {
     "segv": "was killed by SIGSEGV",
-    "kill": "was killed by SIGKILL, perhaps by the kernel, out of memory",
+    "kill": "was killed by SIGKILL (by the kernel, if memory ran out)",
     "vanish": "exit code 7",
     "exit": "SystemExit: 3",
     "interrupt": "KeyboardInterrupt",

@@ -21,7 +21,7 @@ FLOORS = [
     {"worker", "testing", "supervisor"},
     {"delivery", "parking", "declare", "watchdog", "deadline"},
     {"handler", "isolation", "broker", "repeats"},
-    {"frames"},
+    {"frames", "process"},
     # ----- nothing below imports aio_pika -----
     {"app"},
     {"topology", "observer", "history", "timeouts"},

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rabbit_tasks.supervisor import FIRST_PAUSE, ending, restart_pause
+from rabbit_tasks.supervisor import FIRST_PAUSE, restart_pause
 from tests.support.workers import is_gone, wait_until
 
 SUPERVISOR = """
@@ -321,19 +321,6 @@ def test_the_first_pause_is_short_and_doubles() -> None:
     assert [restart_pause(n, 10, 1) for n in range(1, 9)] == [
         FIRST_PAUSE * factor for factor in (1, 2, 4, 8, 16, 32, 64, 100)
     ]
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        (0, "ended with exit code 0"), (7, "ended with exit code 7"),
-        (-11, "was killed by SIGSEGV"),
-        (-40, "was killed by signal 40"),
-        (-9, "was killed by SIGKILL (by the kernel, if memory ran out)"),
-    ],
-)  # fmt: skip
-def test_how_a_process_ended_in_words(code: int, words: str) -> None:
-    assert ending(code) == words
 
 
 def test_one_that_gives_up_before_it_consumed_ends_the_whole_with_its_code(start: Start) -> None:

@@ -153,7 +153,7 @@ async def test_whatever_a_handler_raises_becomes_an_outcome(
         (
             "kill",
             RetryAfter,
-            "the handler's process was killed by SIGKILL, perhaps by the kernel, out of memory",
+            "the handler's process was killed by SIGKILL (by the kernel, if memory ran out)",
         ),
         ("wait", RetryAfter, "the handler outlasted its 1 s and was killed"),
     ],
