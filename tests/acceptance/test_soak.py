@@ -16,7 +16,7 @@ import pytest
 from rabbit_tasks import App, Publisher, Settings
 from tests.acceptance.conftest import Figures
 from tests.conftest import eventually
-from tests.support.account import ENVIRONMENT, Account
+from tests.support.account import ENVIRONMENT, SLOTS, Account
 from tests.support.brokers import Broker
 from tests.support.faults import Closed, Fault, Gone, Scene, Silence
 from tests.support.line import line
@@ -65,8 +65,10 @@ class Asked:
 
 
 async def _quiet(scene: Scene, account: Account) -> None:
-    """Every kind of handler has just done, failed and parked a message, and nothing is in hand."""
-    orders = (Order(), Order(do="raise", times=1), Order(do="park"))
+    """Every slot has just worked, some have failed and parked a message, and nothing is in hand."""
+    orders = (
+        *[Order(seconds=0.3)] * max(SLOTS.values()), Order(do="raise", times=1), Order(do="park"),
+    )  # fmt: skip
     async with Publisher.open(scene.settings) as publisher:
         for kind in KINDS:
             scene.load.confirmed |= {await publisher.publish(kind, one): one for one in orders}
