@@ -122,6 +122,11 @@ class Delivery:
             tag=message.delivery_tag or 0,
         )
 
+    @property
+    def is_answered(self) -> bool:
+        """Whether the broker was told what became of it."""
+        return self.run is not None and self.run.answered_at > 0
+
     async def ack(self) -> None:
         """Done with: the broker forgets it. DeliveryLost where the broker has it again."""
         with self._answering() as channel:
@@ -599,6 +604,7 @@ class Handling:
         if delivery.lost or publisher is None:
             return
         delivery.settling = True
+        what = "not put back"
         try:
             async with asyncio.timeout(PUT_BACK_TIMEOUT):
                 copy = history.returned(
@@ -607,10 +613,11 @@ class Handling:
                     frame_max=(await publisher.connect()).frame_max,
                 )
                 await publisher.send("", queue, delivery.body, copy)
+                what = "put back, and not acked"
                 await delivery.ack()
         except (PublishError, ConnectError, DeliveryLost, TimeoutError) as error:
             why = str(error) or f"no answer within {PUT_BACK_TIMEOUT:g} s"
-            self._log(logging.WARNING, delivery, f"not put back ({why}); the broker does")
+            self._log(logging.WARNING, delivery, f"{what} ({why}): the broker delivers it again")
         else:
             self._log(logging.INFO, delivery, "put back")
 

@@ -525,7 +525,8 @@ class Worker:
         await _all_of(self._pumps, reserve * 0.4)
         self._cancel_handlers()
         await _all_of(self._pumps | self._slots, self._left(but=reserve * 0.2))
-        if in_hand := [self._in_hand[pump] for pump in self._pumps if pump in self._in_hand]:
+        hands = [self._in_hand[pump] for pump in self._pumps if pump in self._in_hand]
+        if in_hand := [delivery for delivery in hands if not delivery.is_answered]:
             log.warning(
                 "%d messages are neither settled nor put back, and the time is over: the broker "
                 "delivers them again", len(in_hand), extra={"fields": {"worker": self.name}},

@@ -27,6 +27,7 @@ from rabbit_tasks.worker import Worker
 from tests.conftest import eventually
 from tests.support.brokers import Broker
 from tests.support.inprocess import Running
+from tests.support.line import line
 from tests.support.queues import depth, take_all
 
 Declared = Callable[[App], Awaitable[None]]
@@ -202,3 +203,28 @@ async def test_a_closed_publisher_publishes_no_more_and_opens_nothing(
     with pytest.raises(PublishError, match="closed") as refused:
         await publisher.publish(Deaf, {})
     assert not refused.value.maybe_stored
+
+
+async def test_what_is_settled_is_not_told_to_be_delivered_again_where_the_broker_hangs(
+    settings: Settings, publisher: Publisher, broker: Broker, vhost: str, declared: Declared,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """Its slot is still there at the end: the broker does not answer its cancel."""
+    settled = asyncio.Event()
+
+    class Quick(Consumer[dict[str, Any]]):
+        queue = "quick"
+
+        async def handle(self, body: dict[str, Any], message: Message) -> None: ...
+
+    app = App("quick", [Quick()], observers=[lambda _: settled.set()])
+    await declared(app)
+    async with line(broker) as network:
+        worker = Worker(app, settings.changed(url=network.url(vhost), grace=1))
+        task = asyncio.create_task(worker.run())
+        await publisher.publish(Quick, {})
+        await asyncio.wait_for(settled.wait(), 10)
+        network.silence()
+        worker.stop()
+        await asyncio.wait_for(task, 10)
+    assert "neither settled nor put back" not in caplog.text

@@ -109,6 +109,12 @@ class Process:
         for _ in range(20):
             await asyncio.sleep(0)
 
+    async def stop(self) -> None:
+        self.handling.stopping.set()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+
     async def all_through(self) -> None:
         await eventually(lambda: all(task.done() for task in self._tasks), within=2)
         for task in self._tasks:
@@ -347,6 +353,21 @@ async def test_a_run_that_waits_for_its_redelivery_holds_on_to_nothing_of_its_ha
     await process.deliver(2, again=True)
     await process.all_through()
     assert len(process.line.copies) == 1
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [(False, "put back\n"), (True, "put back, and not acked (its channel was closed): the broker")],
+)
+async def test_what_is_put_back_is_told_as_it_is(
+    process: Process, caplog: pytest.LogCaptureFixture, breaks: bool, words: str
+) -> None:
+    caplog.set_level("INFO", "rabbit_tasks")
+    process.line.breaks = breaks
+    await process.deliver(1)
+    await process.stop()
+    assert [key for key, _ in process.line.copies] == ["asks"]
+    assert f"message customer-42 {words}" in caplog.text
 
 
 async def test_a_message_without_an_id_joins_nothing(process: Process) -> None:
