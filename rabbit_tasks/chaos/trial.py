@@ -30,15 +30,18 @@ from rabbit_tasks.settings import Settings
 T = TypeVar("T")
 
 TICK: Final = 0.2
+"""Seconds between two looks into the ledger."""
 LOOK: Final = 1.0
 """Seconds between two looks at the queues' depths."""
 IDLE: Final = 3.0
 """Seconds in which nothing is waiting, in hand or written down, after which nothing more will come:
 on a broker that was well all the time."""
 MOMENT: Final = 0.5
+"""Seconds in which a worker would have written down that it has one more in hand."""
 HURRIED: Final = 5.0
 """Seconds for the broker to answer once we are to hurry."""
 PUBLISHING_ENDS: Final = 5.0
+"""Seconds for what is on its way to the broker when no more is to be published."""
 RECENT: Final = 5.0
 """Seconds over which the rate shown in between is taken."""
 
@@ -255,7 +258,8 @@ class Trial:
         post, progress = self._post, self.progress
         assert post is not None
         quiet = time.monotonic() - self._moved
-        in_hand = sum(len(runs) for runs in self._in_hand.values())
+        # (A run whose connection was lost is never settled: its task was done elsewhere.)
+        in_hand = sum(not self._done[task] for runs in self._in_hand.values() for task, _ in runs)
         at_rest = self._away_since is None and post.is_through and progress.waiting == 0
         # (A message may be parked twice, and then stand for another that a worker still has in hand.)
         if (

@@ -176,12 +176,18 @@ async def test_connections_that_are_cut_again_and_again_explain_what_runs_twice(
 ) -> None:
     async with line(broker) as network:
         run = chaos("--tasks", "150", "--kill", "0.02", "--workers", "2", "--concurrency", "3",
+                    "--poison", "1", "--delivery-limit", "3", "--seed", "1",
                     "--work-time", "100ms", through=network.url(vhost))  # fmt: skip
         for part in (20, 60, 100):
             await eventually(lambda part=part: run.written.count(b"\ndone") > part, within=40)  # type: ignore[misc]
             assert network.cut() >= 4
         assert await run.end() == 0, run.log
-    assert (run.account["done"], run.account["lost"], run.account["unexplained"]) == (150, 0, 0)
+    assert run.account["done"] + run.account["parked_tasks"] == 150
+    assert (run.account["poison_parked"], run.account["lost"], run.account["unexplained"]) == (
+        1,
+        0,
+        0,
+    )
     assert run.account["again"]["the connection was lost before the ack was through"] > 0
     assert left() == []
 
