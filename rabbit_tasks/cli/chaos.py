@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
@@ -33,24 +33,18 @@ SHOWN: Final = 10
 """Lost or unexplained tasks that are told one by one; the report has all."""
 
 
-def _whole(option: str) -> Callable[[str | int], int]:
-    """Reads an option's whole number; ConfigurationError, one line, where it is none."""
+N = TypeVar("N", int, float)
 
-    def read(text: str | int) -> int:
+
+def _number(option: str, kind: type[N]) -> Callable[[str | N], N]:
+    """Reads an option's number; ConfigurationError, one line, where it is none."""
+
+    def read(text: str | N) -> N:
         try:
-            return int(text)
+            return kind(text)
         except ValueError:
-            raise ConfigurationError(f"{option} is {text!r}; it takes a whole number") from None
-
-    return read
-
-
-def _real(option: str) -> Callable[[str | float], float]:
-    def read(text: str | float) -> float:
-        try:
-            return float(text)
-        except ValueError:
-            raise ConfigurationError(f"{option} is {text!r}; it takes a number") from None
+            what = "a whole number" if kind is int else "a number"
+            raise ConfigurationError(f"{option} is {text!r}; it takes {what}") from None
 
     return read
 
@@ -59,23 +53,23 @@ def _real(option: str) -> Callable[[str | float], float]:
 def chaos(
     context: typer.Context,
     tasks: Annotated[
-        int, typer.Option(parser=_whole("--tasks"), metavar="N", help="How many tasks.")
+        int, typer.Option(parser=_number("--tasks", int), metavar="N", help="How many tasks.")
     ] = 10_000,
     kill: Annotated[
         float,
         typer.Option(
-            parser=_real("--kill"),
+            parser=_number("--kill", float),
             metavar="P",
             help="How probably a run SIGKILLs its worker, most of them in mid-work.",
         ),
     ] = 0.05,
     workers: Annotated[
-        int, typer.Option(parser=_whole("--workers"), metavar="N", help="Worker processes.")
+        int, typer.Option(parser=_number("--workers", int), metavar="N", help="Worker processes.")
     ] = 4,
     concurrency: Annotated[
         int,
         typer.Option(
-            parser=_whole("--concurrency"),
+            parser=_number("--concurrency", int),
             metavar="N",
             help="Messages that a worker has in hand at once.",
         ),
@@ -86,7 +80,7 @@ def chaos(
     fail: Annotated[
         float,
         typer.Option(
-            parser=_real("--fail"),
+            parser=_number("--fail", float),
             metavar="P",
             help="How probably an attempt fails, and is retried.",
         ),
@@ -94,7 +88,7 @@ def chaos(
     poison: Annotated[
         float,
         typer.Option(
-            parser=_real("--poison"),
+            parser=_number("--poison", float),
             metavar="P|N",
             help="Tasks that always kill their worker: below 1 a probability, else how many.",
         ),
@@ -102,7 +96,7 @@ def chaos(
     delivery_limit: Annotated[
         int,
         typer.Option(
-            parser=_whole("--delivery-limit"),
+            parser=_number("--delivery-limit", int),
             metavar="N",
             help="A message is parked after so many deaths of its workers, and one more.",
         ),
@@ -110,7 +104,7 @@ def chaos(
     seed: Annotated[
         int | None,
         typer.Option(
-            parser=_whole("--seed"),
+            parser=_number("--seed", int),
             metavar="N",
             help="Decides who dies and who fails.",
             show_default="drawn, and told",
@@ -127,7 +121,7 @@ def chaos(
     hurts: Annotated[
         int,
         typer.Option(
-            parser=_whole("--hurts"),
+            parser=_number("--hurts", int),
             metavar="N",
             help="How often to run it, spread over the work.",
         ),
@@ -188,11 +182,11 @@ def chaos(
     finally:
         if ledger is None and not is_kept and (result is None or result.is_clean):
             forget(folder)
-    _write(report, json.dumps(told, indent=2) + "\n")
+    are_written = _write(report, json.dumps(told, indent=2) + "\n")
     if plot is not None:
         from rabbit_tasks.chaos.plot import svg
 
-        _write(plot, svg(result.account, _title(plan)))
+        are_written &= _write(plot, svg(result.account, _title(plan)))
     typer.echo(page(result))
     if not result.is_clean and ledger is None:
         tell(f"what the workers wrote down is kept: {folder}")
@@ -200,7 +194,7 @@ def chaos(
         tell(f"error: {result.left}")
     if number:
         raise typer.Exit(128 + number)
-    if not result.is_clean or result.left:
+    if not (result.is_clean and are_written) or result.left:
         raise typer.Exit(1)
 
 
@@ -421,7 +415,7 @@ def _check_file(option: str, path: Path | None) -> None:
     """That a file can be written when all is over: better to know it now."""
     if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
         raise ConfigurationError(
-            f"{option}: {path} cannot be written: no such folder, or one itself"
+            f"{option}: {path} cannot be written: it is a folder, or lies in none"
         )
 
 
@@ -437,10 +431,12 @@ def _folder(given: Path | None) -> Path:
     return given.resolve()
 
 
-def _write(path: Path | None, content: str) -> None:
-    if path is None:
-        return
+def _write(path: Path | None, content: str) -> bool:
+    """Whether what is wanted is written."""
     try:
-        path.write_text(content)
+        if path is not None:
+            path.write_text(content)
     except OSError as error:
         tell(f"error: {path} cannot be written: {error.strerror}")
+        return False
+    return True

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,8 @@ from rabbit_tasks.chaos.account import Account, Hurt, Known, account, percentile
 from rabbit_tasks.chaos.app import RETRY, app, app_of, kind_of
 from rabbit_tasks.chaos.ledger import Event, Kind, Ledger, Reading, events, parse
 from rabbit_tasks.chaos.plan import Plan
+from rabbit_tasks.chaos.trial import Result
+from rabbit_tasks.cli import main
 from rabbit_tasks.errors import ConfigurationError
 
 
@@ -580,3 +582,25 @@ def test_the_app_belongs_to_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setenv("RABBIT_TASKS_CHAOS", str(tmp_path / "gone"))
     with pytest.raises(ConfigurationError, match="holds no run"):
         app()
+
+
+@pytest.mark.parametrize("option", ["--report", "--plot"])
+def test_a_file_that_cannot_be_written_in_the_end_is_a_failure_and_the_account_is_shown(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("needs a file that is always full")
+
+    def made(work: Coroutine[Any, Any, object]) -> tuple[int, Result, object]:
+        work.close()
+        account = Account(tasks=1, published=1, done=1, done_over_time=[1], deaths_over_time=[0])
+        return 0, Result(Plan(1, 1, "r"), account, "4.3.6"), {}
+
+    monkeypatch.setattr("rabbit_tasks.cli.chaos.run", made)
+    monkeypatch.setattr("sys.argv", ["rabbit-tasks", "chaos", option, "/dev/full"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    out, err = capsys.readouterr()
+    assert "every task is accounted for" in out
+    assert "error: /dev/full cannot be written: No space left on device" in err
