@@ -211,9 +211,8 @@ async def _is_empty(connection: Connection, queue: str) -> bool:
     return await depth(connection, queue) == 0
 
 
-@pytest.mark.parametrize(
-    "rounds", [1, pytest.param(4, marks=[pytest.mark.heavy, pytest.mark.timeout(900)])]
-)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rounds", [1, pytest.param(4, marks=pytest.mark.heavy)])
 async def test_nothing_is_lost_while_one_node_after_another_dies_and_hangs(
     rounds: int, cluster: Cluster, start: Start, runs: Runs, figures: Figures
 ) -> None:
@@ -241,12 +240,11 @@ async def test_nothing_is_lost_while_one_node_after_another_dies_and_hangs(
     figures.add(f"cluster: {total} messages, none lost, {twice} runs more than once")
 
 
+@pytest.mark.heavy
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize(
     ("verb", "times"),
-    [
-        pytest.param("kill", 30, marks=[pytest.mark.heavy, pytest.mark.timeout(1500)]),
-        pytest.param("stop", 30, marks=[pytest.mark.heavy, pytest.mark.timeout(1500)]),
-    ],
+    [("kill", 30), ("stop", 30)],
 )
 async def test_nodes_that_go_and_come_back_park_nothing(
     verb: str, times: int, cluster: Cluster, start: Start, runs: Runs, tmp_path: Path

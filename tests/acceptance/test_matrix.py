@@ -91,9 +91,8 @@ async def _suffer(scene: Scene, *faults: Fault) -> float:
 # --- the matrix -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "quick", [True, pytest.param(False, marks=[pytest.mark.heavy, pytest.mark.timeout(900)])]
-)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.heavy)])
 async def test_a_worker_works_again_after_each_fault_and_every_message_is_accounted_for(
     quick: bool, settings: Settings, broker: Broker, vhost: str, declared: Declared,
     start_worker: Start, runs: Runs, namespace: Namespace | None, figures: Figures,
