@@ -47,16 +47,16 @@ class Consumer(Generic[B]):
                     has changed it. Before RabbitMQ 3.12 its configuration alone decides.
                     A redelivery to the same worker joins the run that goes on. Another worker starts
                     a run of its own, and where every run takes too long the message goes from worker
-                    to worker, before 4.3 up to the delivery limit, since 4.3 for ever: a `timeout`
-                    shorter than this ends it
+                    to worker and is parked in the end as if they had died: a `timeout` shorter than
+                    this makes it a failed attempt
     isolation       "process": every slot's handler runs in a child process of its own, which can be
                     killed when its time is up and may crash without harm to the others
     recycle_after   with isolation: a child process ends after so many messages, and a new one is
                     there for the next
     recycle_above   with isolation: a child process that has more MiB of memory than this after a
                     message is replaced as soon as a new one has loaded
-    delivery_limit  how often the broker delivers a message that is never settled, because its
-                    worker dies with it, before the broker parks it: limit + 1 deliveries
+    delivery_limit  how many workers may die with one message in their hands: it costs one more, and is
+                    parked. As the queue's own limit it lets the broker park what is never settled
     """
 
     queue: ClassVar[str]

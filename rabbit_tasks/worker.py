@@ -441,7 +441,8 @@ class Worker:
                 pump.result()  # it never ends by itself: a fault of ours, for the session to raise
             if not ended.done():
                 await self._leave(channel, tag, deliveries, pump)
-            return ended.result() if ended.done() else "stopped"
+            # (Told only where we do not stop: the slot has ended over an ack that nobody took.)
+            return ended.result() if ended.done() else "an ack was not taken"
         finally:
             stopping.cancel()
             self._lose(pump, deliveries, handling)
