@@ -82,8 +82,6 @@ class Result:
     hung: str = ""
     """Where what hung, if the run was given up."""
     supervised_deaths: int = 0
-    removed: int = 0
-    """Queues."""
     left: str = ""
     """What is left on the broker, and why."""
 
