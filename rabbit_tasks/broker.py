@@ -573,8 +573,11 @@ class Publisher:
         try:
             await self._send(exchange, key, body, properties, alone=alone)
         except (Unconfirmed, asyncio.CancelledError):
-            if len(self._unanswered) < UNANSWERED_KEPT:
-                self._unanswered.add(token)
+            if len(self._unanswered) >= UNANSWERED_KEPT:
+                # What answers still come belong to these channels, so that others need not know.
+                self._channels.clear()
+                self._unanswered.clear()
+            self._unanswered.add(token)
             raise
         finally:
             del self._in_flight[token]

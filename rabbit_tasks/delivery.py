@@ -71,6 +71,8 @@ heartbeats, after which a silent line is noticed."""
 SHAKEN: Final = 30.0
 """Seconds after we lost our connection and have it back, in which a redelivery says nothing of its
 message: the broker or the network dropped others as well, whose workers are alive."""
+NO_CONFIRM: Final = "no confirm"
+"""What is told once of all messages whose copies wait for a connection."""
 
 
 class DeliveryLost(Exception):
@@ -655,7 +657,7 @@ class Handling:
         # No connection is the same trouble for all messages in hand; a queue that is missing is told
         # a few times, or somebody who looks for one message does not find why it waits.
         outage = isinstance(error, Unconfirmed | ConnectError)
-        about = "no confirm" if outage else f"held: {error}"
+        about = NO_CONFIRM if outage else f"held: {error}"
         why.add(about)
         ending = self._repeats.say(about, first=1 if outage else 5)
         if ending is not None:

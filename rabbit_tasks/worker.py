@@ -42,6 +42,7 @@ from rabbit_tasks.broker import (
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.deadline import Deadline
 from rabbit_tasks.delivery import (
+    NO_CONFIRM,
     SHAKEN,
     Delivery,
     DeliveryLost,
@@ -303,6 +304,7 @@ class Worker:
                     slot.add_done_callback(self._slots.discard)
             queues = ", ".join(handling.kind.queue for handling in self._handlings)
             outage = self._repeats.over("outage")
+            self._repeats.over(NO_CONFIRM)
             for handling in self._handlings:
                 self._repeats.over(f"{handling.kind.queue}: in hand")
             log.info(
