@@ -6,6 +6,7 @@ What these tests need is told in tests/support/cluster.py. Without it they are s
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 import uuid
 from collections import Counter
@@ -198,6 +199,13 @@ class Fleet:
         attempts = Counter((row["id"], row["attempt"]) for row in self.runs.all())
         return sum(attempts.values()) - len(attempts)
 
+    def longest_outage(self) -> float:
+        """Seconds that a worker was without a connection."""
+        found = [
+            re.findall(r"connected to .* again, after ([\d.]+) s", w.log) for w in self.workers
+        ]
+        return max((float(seconds) for one in found for seconds in one), default=0.0)
+
     def _done(self) -> set[str]:
         return {row["id"] for row in self.runs.all("end")}
 
@@ -238,6 +246,9 @@ async def test_nothing_is_lost_while_one_node_after_another_dies_and_hangs(
     twice = await fleet.nothing_is_lost()
     total = sum(len(load.confirmed) for load in fleet.loads)
     figures.add(f"cluster: {total} messages, none lost, {twice} runs more than once")
+    outage = fleet.longest_outage()
+    figures.add(f"a worker whose node was gone was on another within {outage:.1f} s")
+    assert 0 < outage < 15
 
 
 @pytest.mark.heavy

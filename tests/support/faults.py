@@ -177,14 +177,18 @@ class TimedOut(Fault):
         policy = {
             "pattern": "^obey", "definition": {"consumer-timeout": 1500}, "apply-to": "quorum_queues",
         }  # fmt: skip
+        said = "acknowledgement on channel"
+        before = scene.worker.log.count(said)
         await asyncio.to_thread(scene.broker.api, "PUT", self._policy(scene), policy)
-        # 4.3 gives a consumer its time when it comes; older ones look once a minute.
-        await Closed().strike(scene)
+        if not _times_out_soon(scene.broker):  # it looks once a minute
+            await eventually(lambda: scene.worker.log.count(said) >= before + len(KINDS), 150)
+            return
+        await Closed().strike(scene)  # a consumer is given its time when it comes
         known = len(scene.long)
-        await scene.in_hand(Order(seconds=4 if _times_out_soon(scene.broker) else 90))
+        await scene.in_hand(Order(seconds=4))
         for one in scene.long[known:]:
-            said = f"lost with message {one} in hand"
-            await eventually(lambda said=said: said in scene.worker.log, within=120)  # type: ignore[misc]
+            lost = f"lost with message {one} in hand"
+            await eventually(lambda lost=lost: lost in scene.worker.log, within=60)  # type: ignore[misc]
 
     async def mend(self, scene: Scene) -> None:
         await asyncio.to_thread(scene.broker.api, "DELETE", self._policy(scene))
