@@ -644,7 +644,11 @@ class Handling:
                 self._log(logging.WARNING, delivery, text, error=error, delay=delay)
             case Crashed() as outcome:
                 delay = duration_text(outcome.delay)
-                text = f"comes again: its worker died {run.deaths} times; run again in {delay}"
+                # None died where we had lost our connection, and perhaps others lost theirs.
+                why = (
+                    f"its worker died {run.deaths} times" if run.deaths else "nobody has settled it"
+                )
+                text = f"comes again: {why}; run again in {delay}"
                 self._log(logging.WARNING, delivery, text, deaths=run.deaths, delay=delay)
             case Parked() as outcome:
                 reason = one_line(outcome.reason)

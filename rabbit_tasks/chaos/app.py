@@ -178,7 +178,7 @@ class _Listener(logging.Handler):
 
 def kind_of(text: str) -> Kind | None:
     """What a log line means for the account. (In an outage not every one is said.)"""
-    if "comes again: its worker died" in text and "run again in" in text:
+    if "comes again: " in text and "run again in" in text:
         return "waits"
     if "is held, its copy was not taken" in text or "is held no more" in text:
         return "held"

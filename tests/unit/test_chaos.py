@@ -495,6 +495,7 @@ def test_what_the_log_tells_is_written_down() -> None:
     assert kind_of("q: message 5 is held, its copy was not taken (x); next try in 0.5 s") == "held"
     assert kind_of("q: message 5 is held no more: copies are taken again, after 3.0 s") == "held"
     assert kind_of("q: message 5 comes again: its worker died 2 times; run again in 2s") == "waits"
+    assert kind_of("q: message 5 comes again: nobody has settled it; run again in 2s") == "waits"
     assert kind_of("q: message 5 comes again: its worker died, or lost it") is None
     assert kind_of("connected to RabbitMQ 4.3.6: 1 slots on q") == "ready"
     assert kind_of("connected to RabbitMQ 4.3.6: 1 slots on q; again, after 3.0 s") == "lost"
