@@ -494,7 +494,10 @@ class Handling:
             run.deaths = deaths
         elif deaths:
             self._log(
-                logging.WARNING, delivery, "comes again: its worker died, or lost it", deaths=deaths
+                logging.WARNING,
+                delivery,
+                "comes again: its worker died, lost its connection, or took too long",
+                deaths=deaths,
             )
         return outcome
 

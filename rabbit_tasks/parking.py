@@ -104,6 +104,29 @@ class ParkedMessage:
         return history.attempts(self.properties)
 
     @property
+    def deaths(self) -> int:
+        """Workers that died with it in their hands, by its own header."""
+        return names.crashes(self.properties)
+
+    @property
+    def last_seen(self) -> tuple[str, str] | None:
+        """Of those deaths: the last worker that is known to have had it, and when."""
+        table = self.properties.header(names.CRASHES)
+        if not isinstance(table, dict):
+            return None
+        worker, when = table.get("worker"), table.get("when")
+        return (worker, when) if isinstance(worker, str) and isinstance(when, str) else None
+
+    @property
+    def headers(self) -> dict[str, Any]:
+        """All headers, but for the broker's count of looks at it."""
+        return {
+            name: value
+            for name, value in self.properties.headers.items()
+            if name not in (names.DELIVERY_COUNT, names.ACQUIRED_COUNT)
+        }
+
+    @property
     def parked_at(self) -> str | None:
         """When, as ISO 8601; of a message that the broker parked, to the second."""
         ours = self.properties.header(names.PARKED_AT)

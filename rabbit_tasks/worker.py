@@ -347,7 +347,10 @@ class Worker:
                 for name in await declare.declare(connection, self._topology):
                     log.info("created %s", name)
             elif absent := await declare.missing(connection, self._topology):
-                raise TopologyError(f"missing: {', '.join(absent)}; create them: {declare.COMMAND}")
+                more = f" and {len(absent) - 5} more" if len(absent) > 5 else ""
+                raise TopologyError(
+                    f"missing: {', '.join(absent[:5])}{more}; create them: {declare.COMMAND}"
+                )
         except TopologyError as error:
             if not self._worked:
                 raise

@@ -89,6 +89,11 @@ class Result:
     def is_clean(self) -> bool:
         return self.account.is_clean and not self.hung
 
+    @property
+    def failed_hurts(self) -> list[Done]:
+        """Runs of the broker command that did not end with exit code 0."""
+        return [one for one in self.hurts if one.code != 0]
+
 
 class Trial:
     """One run. `interrupt` may be called at any moment; `run` cleans up whatever happens."""

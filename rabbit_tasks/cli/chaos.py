@@ -82,7 +82,7 @@ def chaos(
         typer.Option(
             parser=_number("--fail", float),
             metavar="P",
-            help="How probably an attempt fails, and is retried.",
+            help="How probably an attempt fails, and is retried, up to 8 attempts.",
         ),
     ] = 0.0,
     poison: Annotated[
@@ -98,7 +98,7 @@ def chaos(
         typer.Option(
             parser=_number("--delivery-limit", int),
             metavar="N",
-            help="A message is parked after so many deaths of its workers, and one more.",
+            help="Deaths of its workers that a task survives; with one more it is parked.",
         ),
     ] = 5,
     seed: Annotated[
@@ -128,7 +128,7 @@ def chaos(
     ] = 5,
     patience: Annotated[
         str,
-        typer.Option(metavar="DURATION", help="How long to wait where nothing moves any more."),
+        typer.Option(metavar="DURATION", help="Give up when nothing has moved for this long."),
     ] = "4m",
     report: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The whole account, as JSON.")
@@ -147,8 +147,9 @@ def chaos(
 ) -> None:
     """Lose nothing, proven on your broker: publish, work, SIGKILL workers, account for every task.
 
-    In queues of its own, rabbit-tasks-chaos.RUN.*, which it creates and removes. Exit 1 if a task is
-    unaccounted for, or ran twice and nothing explains it.
+    In queues of its own, rabbit-tasks-chaos.RUN.*, which it creates and removes.
+
+    Exit 1 if a task is unaccounted for, or ran twice and nothing explains it.
     """
     from rabbit_tasks.chaos.plan import Plan
 
@@ -194,7 +195,7 @@ def chaos(
         tell(f"error: {result.left}")
     if number:
         raise typer.Exit(128 + number)
-    if not (result.is_clean and are_written) or result.left:
+    if not (result.is_clean and are_written) or result.failed_hurts or result.left:
         raise typer.Exit(1)
 
 
@@ -238,15 +239,15 @@ def _tell_plan(plan: Plan, settings: Settings, command: str | None, hurts: int) 
     vhost = settings.addresses()[0].vhost
     tell(f"{_title(plan)}, on {hosts}, virtual host {vhost!r}")
     if command:
-        tell(f"hurting the broker {hurts} times: {command}")
+        tell(f"hurting the broker, times {hurts}: {command}")
 
 
 def _title(plan: Plan) -> str:
-    what = [f"{plan.tasks:,} tasks", f"{plan.workers} workers", f"{plan.kill:.3g} killed"]
+    what = [f"{plan.tasks:,} tasks", f"workers: {plan.workers}", f"kill {plan.kill:.3g}"]
     if plan.fail:
-        what.append(f"{plan.fail:.3g} failing")
+        what.append(f"fail {plan.fail:.3g}")
     if plan.poison:
-        what.append(f"{plan.poison:g} poison")
+        what.append(f"poison {plan.poison:g}")
     if plan.concurrency > 1:
         what.append(f"{plan.concurrency} at once")
     if plan.work_time:
@@ -341,7 +342,11 @@ def _places(account: Account) -> list[str]:
 def _runs(account: Account) -> list[str]:
     lines = [
         _row("runs", account.runs),
-        _row("ran more than once", account.more_than_once, "tasks; the runs after the first:"),
+        _row(
+            "ran more than once",
+            account.more_than_once,
+            "tasks; the runs after the first:" if account.more_than_once else "",
+        ),
     ]
     lines += [_row("", n, why) for why, n in account.again.items() if why != "unexplained"]
     lines.append(_row("unexplained", len(account.unexplained)))
@@ -389,6 +394,11 @@ def _verdict(result: Result) -> list[str]:
         lines.append("interrupted: what is lost is not told, what was still queued is gone")
     elif result.is_clean:
         lines.append("every task is accounted for, every run explained")
+        if result.failed_hurts:
+            lines.append(
+                f"BUT the broker command failed {len(result.failed_hurts)} of {len(result.hurts)} "
+                "times: the broker may not have been hurt"
+            )
     else:
         lines.append(
             f"NOT CLEAN: {len(account.lost):,} lost, {len(account.unexplained):,} unexplained, "

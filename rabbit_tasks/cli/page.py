@@ -39,7 +39,8 @@ def full(message: ParkedMessage) -> dict[str, Any]:
         "error_message": message.error_message,
         "stack": message.stack,
         "attempts": message.attempts,
-        "headers": message.properties.headers,
+        "deaths": message.deaths,
+        "headers": message.headers,
         "body": _body(message.body),
     }
 
@@ -148,12 +149,16 @@ def text_of(message: ParkedMessage) -> str:
         f"({escaped(one.get('worker', '-'))})"
         for one in message.attempts
     ] or ["  none recorded"]
+    if message.deaths:
+        worker, when = message.last_seen or ("-", "-")
+        known = f"last known in the hands of {escaped(worker)}, {escaped(when)}"
+        lines += ["", f"deaths    {message.deaths}; {known}"]
     if message.stack:
         lines += ["", "stack", *_block(message.stack)]
     lines += ["", "headers"]
     lines += [
         f"  {escaped(name)}: {escaped(repr(value))}"
-        for name, value in message.properties.headers.items()
+        for name, value in message.headers.items()
         if name not in names.OURS
     ]
     lines += ["", f"body ({form}, {len(message.body)} bytes)", *_block(body)]

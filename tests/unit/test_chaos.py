@@ -20,6 +20,7 @@ from rabbit_tasks.chaos import account as why
 from rabbit_tasks.chaos import plot
 from rabbit_tasks.chaos.account import Account, Hurt, Known, account, percentile
 from rabbit_tasks.chaos.app import RETRY, app, app_of, kind_of
+from rabbit_tasks.chaos.hurts import Done
 from rabbit_tasks.chaos.ledger import Event, Kind, Ledger, Reading, events, parse
 from rabbit_tasks.chaos.plan import Plan
 from rabbit_tasks.chaos.trial import Result
@@ -605,3 +606,23 @@ def test_a_file_that_cannot_be_written_in_the_end_is_a_failure_and_the_account_i
     out, err = capsys.readouterr()
     assert "every task is accounted for" in out
     assert "error: /dev/full cannot be written: No space left on device" in err
+
+
+@pytest.mark.parametrize(("code", "ends"), [(0, 0), (1, 1), (None, 1)])
+def test_a_broker_command_that_fails_is_no_passed_test(
+    code: int | None, ends: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def made(work: Coroutine[Any, Any, object]) -> tuple[int, Result, object]:
+        work.close()
+        account = Account(tasks=1, published=1, done=1, done_over_time=[1], deaths_over_time=[0])
+        hurts = [Done(Hurt(0.0, 1.0), 0, ""), Done(Hurt(2.0, 3.0), code, "oops")]
+        return 0, Result(Plan(1, 1, "r"), account, "4.3.6", hurts), {}
+
+    monkeypatch.setattr("rabbit_tasks.cli.chaos.run", made)
+    monkeypatch.setattr("sys.argv", ["rabbit-tasks", "chaos", "--broker-command", "false"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code or 0) == ends
+    out, _ = capsys.readouterr()
+    assert ("BUT the broker command failed 1 of 2 times" in out) is bool(ends)
+    assert "oops" in out

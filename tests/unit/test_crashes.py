@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from rabbit_tasks import Parked, history
 from rabbit_tasks import message as names
+from rabbit_tasks.cli.page import full, text_of
+from rabbit_tasks.parking import ParkedMessage
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.retry import CRASH_DELAYS, Crashed, after_crash
 from tests.support.tables import VALUES, of_table
@@ -265,3 +267,32 @@ def test_where_room_is_short_errors_go_first_and_the_count_last() -> None:
         assert len(copy.header("theirs")) == room
         seen.add(len(copy.headers))
     assert seen == {8, 7, 6, 5, 4, 0}
+
+
+# --- what a person is shown -----------------------------------------------------------------------
+
+
+def test_a_parked_message_tells_its_deaths_and_not_how_often_it_was_looked_at() -> None:
+    told = {"count": 6, "worker": "host:7", "when": "2026-01-01T00:00:00.000+00:00"}
+    headers = {names.CRASHES: told, "x-delivery-count": 3, "x-acquired-count": 3, "theirs": 1}
+    message = ParkedMessage(1, b"{}", Properties.of(headers, message_id="m"))
+    text = text_of(message)
+    assert "deaths    6; last known in the hands of host:7, 2026-01-01T00:00:00.000+00:00" in text
+    assert "theirs: 1" in text
+    assert "x-delivery-count" not in text
+    assert "x-acquired-count" not in text
+    machine = full(message)
+    assert machine["deaths"] == 6
+    assert machine["headers"] == {names.CRASHES: told, "theirs": 1}
+
+
+@pytest.mark.parametrize("forged", [5, [], {"count": 6}, {"count": 6, "worker": 5, "when": "x"}])
+def test_deaths_that_somebody_forged_are_shown_all_the_same(forged: Any) -> None:
+    message = ParkedMessage(1, b"{}", Properties.of({names.CRASHES: forged}))
+    assert ("deaths    6; last known in the hands of -, -" in text_of(message)) is (
+        isinstance(forged, dict)
+    )
+
+
+def test_of_a_message_that_nobody_died_of_no_deaths_are_told() -> None:
+    assert "deaths" not in text_of(ParkedMessage(1, b"{}", Properties.of({})))
