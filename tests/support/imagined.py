@@ -685,8 +685,10 @@ class World:
             counted = int(found[1])
             shocks = self.shocks[letter.key]
             # An interruption of another worker looks like a death: once for each of them, unless
-            # they come faster than it can be handled.
-            allowed = self.deaths[letter.key] + len(shocks if self.rough else set(shocks))
+            # they come faster than it can be handled, or a real death in between has brought the
+            # message back to a worker that was interrupted with it before.
+            deaths = self.deaths[letter.key]
+            allowed = deaths + len(shocks if self.rough or deaths else set(shocks))
             if not self.kind.delivery_limit < counted <= allowed:
                 self.fault(f"{letter.name}: parked after {counted} deaths; there were {allowed}")
 
