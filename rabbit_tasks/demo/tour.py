@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -161,7 +162,7 @@ class Tour:
     async def _depths(self) -> tuple[int, int, str]:
         """Messages and consumers of the main queue; what the others hold, in words."""
         channel = await self._connection.open()
-        waiting, consumers, counts = 0, 0, {"retry": 0, "parked": 0}
+        waiting, consumers, counts = 0, 0, Counter[str]()
         for queue in app.topology.queues:
             answer = await channel.queue_declare(queue.name, passive=True)
             if queue.role == "main":
