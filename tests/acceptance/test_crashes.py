@@ -18,14 +18,14 @@ from tests.conftest import eventually
 from tests.support import mortal
 from tests.support.brokers import Broker
 from tests.support.line import line
-from tests.support.mortal import Mortal
+from tests.support.mortal import Common, Mortal
 from tests.support.obedient import Order
 from tests.support.queues import depth
 from tests.support.workers import Runs, WorkerProcess
 
 Declared = Callable[[App], Awaitable[None]]
 Start = Callable[..., WorkerProcess]
-APP = "tests.support.mortal:app"
+APP, COMMON = "tests.support.mortal:app", "tests.support.mortal:common"
 
 
 class Fleet:
@@ -138,12 +138,12 @@ async def test_a_failed_attempt_ends_the_count_of_deaths(
 # --- healthy interruptions ------------------------------------------------------------------------
 
 
-async def _is_empty(connection: Connection) -> bool:
-    return all([await depth(connection, queue.name) == 0 for queue in mortal.app.topology.queues])
+async def _is_empty(connection: Connection, app: App) -> bool:
+    return all([await depth(connection, queue.name) == 0 for queue in app.topology.queues])
 
 
 @pytest.mark.parametrize(
-    "times", [6, pytest.param(30, marks=[pytest.mark.heavy, pytest.mark.timeout(600)])]
+    "times", [8, pytest.param(30, marks=[pytest.mark.heavy, pytest.mark.timeout(600)])]
 )
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_lost_connections_park_nothing(
@@ -151,14 +151,19 @@ async def test_lost_connections_park_nothing(
     vhost: str, declared: Declared, start_worker: Start, runs: Runs, tmp_path: Path,
 ) -> None:  # fmt: skip
     """The message in hand is never settled meanwhile, and its broker counts each time."""
-    await declared(mortal.app)
+    await declared(mortal.common)
     async with line(broker) as one, line(broker) as another:
         lines = [one, another][:workers]
-        fleet = [start_worker(app=APP, RABBIT_TASKS_URL=each.url(vhost)) for each in lines]
+        fleet = [
+            start_worker(
+                app=COMMON, RABBIT_TASKS_URL=each.url(vhost), RABBIT_TASKS_RECONNECT_CAP="1s"
+            )
+            for each in lines
+        ]
         for worker in fleet:
             await eventually(partial(_connected, worker, 1), within=30)
         end = tmp_path / "end"
-        long = await publisher.publish(Mortal, Order(until=str(end)))
+        long = await publisher.publish(Common, Order(until=str(end)))
         await eventually(lambda: runs.all("start", long), within=20)
         for lost in range(times):
             each, worker = lines[lost % workers], fleet[lost % workers]
@@ -167,7 +172,7 @@ async def test_lost_connections_park_nothing(
             await eventually(partial(_connected, worker, before + 1), within=30)
         end.touch()
         await eventually(lambda: runs.all("end", long))
-        await eventually(partial(_is_empty, connection), within=30)
+        await eventually(partial(_is_empty, connection, mortal.common), within=30)
         assert len(runs.all("start", long)) <= workers  # never two at once in one process
         for worker in fleet:
             assert await asyncio.to_thread(worker.terminate, 10) == 0
@@ -202,7 +207,7 @@ async def test_broker_restarts_park_nothing(
     (tmp_path / "end").touch()
     await eventually(lambda: {row["id"] for row in runs.all("end")} == set(longs))
     opened = await connect(settings, "test")
-    await eventually(partial(_is_empty, opened), within=60)
+    await eventually(partial(_is_empty, opened, mortal.app), within=60)
     await opened.end()
     for worker in fleet:
         assert await asyncio.to_thread(worker.terminate, 10) == 0

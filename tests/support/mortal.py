@@ -15,4 +15,12 @@ class Mortal(Consumer[Order]):
         await run_async(order, message)
 
 
+class Common(Mortal):
+    """With the limit that a consumer has of itself."""
+
+    queue = "common"
+    delivery_limit = Consumer.delivery_limit
+
+
 app = App("mortal", [Mortal()])
+common = App("common", [Common()])
