@@ -42,6 +42,8 @@ make_environment() {
         "$PYTHON" -m pip --version >/dev/null 2>&1 || create_venv
         "$PYTHON" -m pip install --quiet --disable-pip-version-check -e "$ROOT[$1]"
     fi
+    # Workers start many times; where Python may not keep what it compiled, each would do it again.
+    "$PYTHON" -m compileall -q "$ROOT/rabbit_tasks" "$ROOT/tests"
     printf '%s\n' "$wanted" >>"$ROOT/.venv/installed"
 }
 

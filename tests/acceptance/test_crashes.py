@@ -82,6 +82,7 @@ async def test_a_deadly_message_costs_its_limit_of_workers_and_is_parked_with_th
         return await depth(connection, "mortal.parked") > 0
 
     meanwhile = await rate(is_parked)
+    fleet.tend()
     assert fleet.deaths == 3
     assert runs.attempts(deadly) == [1] * 3  # a death is no attempt
     (one,) = await parked(connection)
@@ -95,7 +96,7 @@ async def test_a_deadly_message_costs_its_limit_of_workers_and_is_parked_with_th
     assert abs(datetime.fromisoformat(crashes["when"]).timestamp() - time.time()) < 30
     assert meanwhile > before / 2
     starts = [row["time"] for row in runs.all("start", deadly)]
-    assert starts[1] - starts[0] < 0.5  # at once after the first
+    assert starts[1] - starts[0] < 0.9  # at once after the first
     assert starts[2] - starts[1] > 1  # and then with a pause
 
 
@@ -204,6 +205,8 @@ async def test_broker_restarts_park_nothing(
         await asyncio.to_thread(broker.hurt, "start")
         for worker in fleet:
             await eventually(partial(_connected, worker, restarts + 1), within=40)
+        # A copy must be confirmed once in so many deliveries as the limit allows, and here it is low.
+        await asyncio.sleep(2)
     (tmp_path / "end").touch()
     await eventually(lambda: {row["id"] for row in runs.all("end")} == set(longs))
     opened = await connect(settings, "test")
