@@ -445,7 +445,7 @@ class Worker:
             if pump.done() and not ended.done():
                 pump.result()  # it never ends by itself: a fault of ours, for the session to raise
             if not ended.done():
-                await self._leave(channel, tag, deliveries, pump)
+                await self._leave(channel, tag, deliveries, pump, ended)
             # (Told only where we do not stop: the slot has ended over an ack that nobody took.)
             return ended.result() if ended.done() else "an ack was not taken"
         finally:
@@ -461,15 +461,17 @@ class Worker:
         tag: str,
         deliveries: asyncio.Queue[Delivery | None],
         pump: asyncio.Task[None],
+        ended: asyncio.Future[str],
     ) -> None:
-        """Stop consuming, and keep the channel until the message in hand is settled.
+        """Stop consuming, and keep the channel until the message in hand is settled, or not ours.
 
         The channel's own close comes last and is answered last: so the acks before it are through.
         """
         with suppress(TimeoutError, *LOST):
             await channel.basic_cancel(tag, timeout=self._left(CLOSE_TIMEOUT))
         deliveries.put_nowait(None)
-        await asyncio.wait([pump])
+        first: list[asyncio.Future[Any]] = [pump, ended]
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
 
     def _lose(
         self,
