@@ -171,6 +171,8 @@ async def test_lost_connections_park_nothing(
             before = worker.log.count("connected to RabbitMQ")
             assert each.cut() > 0
             await eventually(partial(_connected, worker, before + 1), within=30)
+            # A copy must be confirmed once in so many deliveries as the limit allows.
+            await asyncio.sleep(0.5)
         end.touch()
         await eventually(lambda: runs.all("end", long))
         await eventually(partial(_is_empty, connection, mortal.common), within=30)

@@ -29,7 +29,7 @@ async def refusal(worker: WorkerProcess, code: int = 1) -> str:
 
 async def test_a_worker_whose_queues_are_missing_says_what_to_type(start_worker: Start) -> None:
     line = await refusal(start_worker("obey.async"))
-    for name in ("parking-lot", "obey.async", "obey.async.retry.2.400ms", "obey.async.parked"):
+    for name in ("parking-lot", "obey.async", "obey.async.retry.2.400ms", " and 4 more; create"):
         assert name in line
     assert "rabbit-tasks topology declare" in line
     assert "obey.thread" not in line
