@@ -507,6 +507,8 @@ class Handling:
         Each time the connection is lost the broker counts a delivery, and at its limit it would park
         a message that nothing is wrong with. A copy starts the count anew.
         """
+        if not delivery.redelivered:
+            return False  # a copy that has come home: its count has just begun
         # Early enough for the copy to be lost a few times too, with connections that do not live long.
         if names.deliveries(delivery.properties) < max(1, self.kind.delivery_limit // 2):
             return False
