@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from rabbit_tasks import App, Publisher, Settings
+from rabbit_tasks import App, Consumer, Publisher, PublishError, Settings
 from tests.acceptance.conftest import Figures
 from tests.conftest import eventually
 from tests.support.account import ENVIRONMENT, Account
@@ -59,9 +59,19 @@ async def _works_again(scene: Scene) -> float:
     """Seconds until every kind of handler has done what is published now, without help."""
     began = time.monotonic()
     async with Publisher.open(scene.settings) as publisher:
-        probes = {await publisher.publish(kind, Order()) for kind in KINDS}
+        async with asyncio.timeout(AGAIN):
+            probes = {await _published(publisher, kind) for kind in KINDS}
     await eventually(lambda: probes <= {row["id"] for row in scene.runs.all("end")}, within=AGAIN)
     return time.monotonic() - began
+
+
+async def _published(publisher: Publisher, kind: type[Consumer[Order]]) -> str:
+    """The id of a message that the broker has confirmed, be it not the first one."""
+    while True:
+        try:
+            return await publisher.publish(kind, Order())
+        except PublishError:
+            await asyncio.sleep(0.1)
 
 
 async def _suffer(scene: Scene, *faults: Fault) -> float:
