@@ -86,7 +86,7 @@ class Run:
     def signal_all(self, number: int) -> None:
         os.killpg(self.process.pid, number)
 
-    def code(self, within: float = 10) -> int:
+    def code(self, within: float = 30) -> int:
         return self.process.wait(within)
 
     def end(self) -> None:
