@@ -486,7 +486,9 @@ class Handling:
                 self._log(logging.WARNING, delivery, text, deaths=known)
             return None
         deliveries = names.deliveries(delivery.properties)
-        deaths = known + deliveries if time.monotonic() >= self.calm_from else known
+        # More than two are no deaths: at the second a copy is made. A worker that lives, lost its
+        # connection and joined its own run again may have been among them.
+        deaths = known + min(deliveries, 2) if time.monotonic() >= self.calm_from else known
         outcome = after_crash(
             deaths, deliveries, limit=self.kind.delivery_limit, draw=random.random()
         )
@@ -507,15 +509,16 @@ class Handling:
         Each time the connection is lost the broker counts a delivery, and at its limit it would park
         a message that nothing is wrong with. A copy starts the count anew.
         """
-        if not delivery.redelivered:
-            return False  # a copy that has come home: its count has just begun
         # Early enough for the copy to be lost a few times too, with connections that do not live long.
-        if names.deliveries(delivery.properties) < max(1, self.kind.delivery_limit // 2):
+        enough = max(1, self.kind.delivery_limit // 2)
+        is_due = delivery.redelivered and names.deliveries(delivery.properties) >= enough
+        # And whoever has counted deaths of it did not know that we live.
+        if not is_due and not names.crashes(delivery.properties):
             return False
         delay = random.choice(CRASH_DELAYS)
         headers = history.after_crash(
             Crashed(delay),
-            names.crashes(delivery.properties),
+            0,
             delivery.properties,
             queue=self.kind.queue,
             now=datetime.now(UTC),

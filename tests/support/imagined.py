@@ -684,11 +684,11 @@ class World:
         if found := re.fullmatch(r"its worker died (\d+) times", reason):
             counted = int(found[1])
             shocks = self.shocks[letter.key]
-            # An interruption of another worker looks like a death: once for each of them, unless
-            # they come faster than it can be handled, or a real death in between has brought the
-            # message back to a worker that was interrupted with it before.
+            # An interruption of another worker looks like a death: twice for each of them at most,
+            # unless they come faster than it can be handled, or a real death in between has brought
+            # the message back to a worker that was interrupted with it before.
             deaths = self.deaths[letter.key]
-            allowed = deaths + len(shocks if self.rough or deaths else set(shocks))
+            allowed = deaths + (len(shocks) if self.rough or deaths else 2 * len(set(shocks)))
             if not self.kind.delivery_limit < counted <= allowed:
                 self.fault(f"{letter.name}: parked after {counted} deaths; there were {allowed}")
 

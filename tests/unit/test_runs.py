@@ -214,6 +214,23 @@ async def test_copies_that_waited_for_a_run_are_not_run_beside_it_or_each_other(
     assert process.line.acked == [2, 3, 4, 5]
 
 
+async def test_deaths_that_others_have_counted_are_none_where_the_run_goes_on(
+    process: Process,
+) -> None:
+    """Its connection was lost, and whoever got the message next took this worker for dead."""
+    await process.deliver(1)
+    process.lose()
+    await process.deliver(2, headers={names.CRASHES: {"count": 3}})
+    ((key, copy),) = process.line.copies
+    assert key.startswith("asks.crashed.")
+    assert names.crashes(copy) == 0
+    await process.deliver(3, headers=copy.headers)
+    await process.end(0)
+    await process.all_through()
+    assert len(process.runs) == len(process.line.copies) == 1
+    assert process.line.acked == [2, 3]
+
+
 async def test_a_message_that_was_replayed_is_run_though_the_outcome_of_its_life_before_waits(
     process: Process,
 ) -> None:
