@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import signal
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -19,6 +20,11 @@ from rabbit_tasks.settings import Settings
 from tests.support.brokers import Broker, any_broker
 from tests.support.inprocess import Running
 from tests.support.workers import Runs, WorkerProcess
+
+
+# What is ignored here (nohup, a background job of a shell) would be ignored by every worker we start.
+for _number in (signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(_number, signal.SIG_DFL)
 
 
 @pytest.fixture(autouse=True)
