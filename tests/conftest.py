@@ -21,7 +21,6 @@ from tests.support.brokers import Broker, any_broker
 from tests.support.inprocess import Running
 from tests.support.workers import Runs, WorkerProcess
 
-
 # What is ignored here (nohup, a background job of a shell) would be ignored by every worker we start.
 for _number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(_number, signal.SIG_DFL)
