@@ -325,7 +325,7 @@ def _sameness(delivery: Delivery) -> bytes:
 
 
 def _is_count(header: str) -> bool:
-    return header in ("x-delivery-count", "x-acquired-count")
+    return header in (names.DELIVERY_COUNT, names.ACQUIRED_COUNT)
 
 
 def _may_change(header: str) -> bool:
@@ -516,14 +516,7 @@ class Handling:
         if not is_due and not names.crashes(delivery.properties):
             return False
         delay = random.choice(CRASH_DELAYS)
-        headers = history.after_crash(
-            Crashed(delay),
-            0,
-            delivery.properties,
-            queue=self.kind.queue,
-            now=datetime.now(UTC),
-            worker=self._worker,
-        )
+        headers = self._headers(delivery, Run(), Crashed(delay))
         delivery.settling = True
         if not await self._copy(delivery, "", crashed_queue(self.kind.queue, delay), headers):
             delivery.settling = False
