@@ -130,19 +130,17 @@ class Queues:
                 await channel.close(timeout=RPC_TIMEOUT)
         return found
 
-    async def remove(self) -> int:
-        """Delete what `make` created; how many queues. NotRemoved where we may not."""
+    async def remove(self) -> None:
+        """Delete what `make` created. NotRemoved where we may not."""
         if not self._is_there:
-            return 0
+            return
         refused: list[str] = []
-        removed = 0
         channel = await (await self.connection()).open()
         for queue in self._topology.queues:
             if not queue.name.startswith(self._plan.prefix):
                 continue
             try:
                 await channel.queue_delete(queue.name, timeout=RPC_TIMEOUT)
-                removed += 1
             except amqp.ChannelAccessRefused as error:
                 refused.append(words(error))
                 channel = await (await self.connection()).open()
@@ -156,7 +154,6 @@ class Queues:
         # (Who may not delete may not create either: then there is nothing of ours.)
         if refused and self._made_at:
             raise NotRemoved(refused[0])
-        return removed
 
     async def surely(self, ask: Callable[[], Awaitable[T]], patience: float = PATIENCE) -> T:
         """The answer, asked again and again while the broker is away."""
