@@ -49,7 +49,7 @@ async def test_twenty_workers_come_back_spread_over_the_pause_and_with_few_words
     tried: dict[str, float] = {}
 
     async def noted(settings: Settings, purpose: str) -> Connection:
-        tried.setdefault(purpose, time.monotonic())
+        tried[purpose] = time.monotonic()
         return await connect(settings, purpose)
 
     monkeypatch.setattr(workers, "connect", noted)
@@ -65,10 +65,10 @@ async def test_twenty_workers_come_back_spread_over_the_pause_and_with_few_words
         await asyncio.sleep(3)  # long enough for the pauses to have grown to the cap
         tries = caplog.text.count("next try in")
         proxy.accept()
-        tried.clear()
         began = time.monotonic()
         await eventually(lambda: len(sessions(caplog)) == 20, within=cap + 10)
-        back = sorted(at - began for at in tried.values())
+        # Who was on the way already when the broker came back is there at once.
+        back = sorted(max(0.0, at - began) for at in tried.values())
         await asyncio.gather(*(one.end() for one in running))
     # A pause is drawn from 0 to the cap: 44 % of the workers are expected in its first quarter. Of 20,
     # 17 or more are there once in 20,000 runs of this test; without the jitter, all.
