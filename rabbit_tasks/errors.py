@@ -8,7 +8,8 @@ RabbitTasksError
 │   ├── Unroutable          … no queue for it
 │   ├── Refused             … it said no
 │   └── Unconfirmed         … it did not answer
-└── ParkingError            a parking lot that cannot be read, or a replay that cannot go on
+├── ParkingError            a parking lot that cannot be read, or a replay that cannot go on
+└── ManagementError         the management API does not answer, or not to us
 
 Park                        raised by a handler: set this message aside
 MalformedBody               a body that is not what the consumer takes
@@ -71,6 +72,10 @@ class Unconfirmed(PublishError):
 
 class ParkingError(RabbitTasksError):
     """A parking lot cannot be read, or a parked message cannot go where it should."""
+
+
+class ManagementError(RabbitTasksError):
+    """The management API does not answer, or does not let us see what was asked for."""
 
 
 class Park(Exception):

@@ -62,6 +62,7 @@ class _Values(TypedDict, total=False):
     restart_cap: _Duration
     error_stack: bool | None
     worker_name: str | None
+    management_url: str | None
 
 
 class Settings(BaseSettings):
@@ -87,6 +88,8 @@ class Settings(BaseSettings):
     restart_cap         the longest pause before a supervisor replaces a worker that died
     error_stack         False: leave stack traces out of message headers
     worker_name         in logs and histories (default: host name and process id)
+    management_url      the broker's management API, http://host:15672 or https://…, for what AMQP
+                        does not tell; with the user of `url`, or user:password@ before the host
 
     Durations are numbers of seconds or texts such as 500ms, 10s, 5m. Raises ConfigurationError,
     naming the variable, and never shows a password.
@@ -114,6 +117,7 @@ class Settings(BaseSettings):
     restart_cap: Annotated[timedelta, Field(gt=timedelta()), _READ] = timedelta(seconds=10)
     error_stack: bool = True
     worker_name: str | None = None
+    management_url: Annotated[str | None, Field(repr=False)] = None
 
     def __init__(self, **values: Unpack[_Values]) -> None:
         given: dict[str, Any] = {name: one for name, one in values.items() if one is not None}
@@ -125,6 +129,7 @@ class Settings(BaseSettings):
             text = first["msg"].removeprefix("Value error, ")
             raise ConfigurationError(f"{PREFIX}{name.upper()}: {text}") from None
         self.addresses()
+        self.management_login()
 
     def changed(self, **values: Unpack[_Values]) -> Self:
         """These settings with other values put in."""
@@ -167,6 +172,26 @@ class Settings(BaseSettings):
             # amqp://host and amqp://host/ both mean the default virtual host, as in every client.
             vhost=_first(self.vhost, unquote(parts.path[1:]), "/"),
             tls=parts.scheme == "amqps",
+        )
+
+    def management_login(self) -> tuple[str, str]:
+        """User and password for the management API."""
+        address = self.addresses()[0]
+        try:
+            parts = urlsplit(self.management_url or "http://-")
+            valid = parts.scheme in ("http", "https") and parts.hostname and not parts.query
+            _ = parts.port
+        except ValueError:
+            valid = False
+        if not valid or parts.netloc.count("@") > 1 or "@" in parts.path or parts.fragment:
+            raise ConfigurationError(
+                f"{PREFIX}MANAGEMENT_URL is not http://host:15672 nor "
+                "https://user:password@host:15671 (encode @ : / % # ? in a password as "
+                "%40 %3A %2F %25 %23 %3F)"
+            )
+        return (
+            unquote(parts.username) if parts.username else address.user,
+            unquote(parts.password) if parts.password else address.password,
         )
 
     def tls(self) -> ssl.SSLContext:

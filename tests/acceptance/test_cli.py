@@ -26,7 +26,7 @@ import pytest
 from rabbit_tasks import Publisher, Settings
 from rabbit_tasks.broker import connected
 from rabbit_tasks.cli import main
-from rabbit_tasks.cli.page import as_line
+from rabbit_tasks.cli.parked.page import as_line
 from rabbit_tasks.declare import declare
 from rabbit_tasks.properties import Properties
 from tests.support.brokers import ROOT, Broker

@@ -19,7 +19,7 @@ import pytest
 from rabbit_tasks import App, Consumer, Message, Publisher, RetryPolicy, Settings, parking
 from rabbit_tasks.broker import Connection, connect, connected
 from rabbit_tasks.errors import ParkingError
-from rabbit_tasks.parking import ParkedMessage
+from rabbit_tasks.parking import ParkedMessage, look
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.worker import Worker
 from tests.conftest import eventually
@@ -77,9 +77,9 @@ async def test_200_looks_in_a_row_lose_and_reorder_nothing(
     lot: str, connection: Connection, publisher: Publisher
 ) -> None:
     await park(publisher, NAMES)
-    for look in range(200):
-        assert await ids(connection) == NAMES, look
-        assert await depth(connection, "lot.parked") == 50, look
+    for number in range(200):
+        assert await ids(connection) == NAMES, number
+        assert await depth(connection, "lot.parked") == 50, number
 
 
 async def test_looks_at_once_and_from_several_processes_wait_for_each_other(
@@ -209,13 +209,13 @@ async def test_the_parking_queue_deleted_in_mid_look_is_an_error_and_no_endless_
     monkeypatch.setattr(parking, "_WINDOW", 10)  # so that the broker still has some
     await park(publisher, NAMES)
 
-    async def look() -> None:
+    async def waiting() -> None:
         async for message in parking.browse(connection, "lot"):
             if message.position == 1:
                 broker.delete(vhost, "queues", "lot.parked")
 
     with pytest.raises(ParkingError, match=r"no queue lot\.parked"):
-        await asyncio.wait_for(look(), 10)
+        await asyncio.wait_for(waiting(), 10)
 
 
 async def test_more_than_one_consumer_can_hold_is_read_and_given_back_in_order(
@@ -230,7 +230,7 @@ async def test_more_than_one_consumer_can_hold_is_read_and_given_back_in_order(
                 if message.position == stop:
                     break
         assert await ids(connection) == NAMES
-    assert asyncio.get_running_loop().time() - began < 8 * parking.QUIET  # saw it come back
+    assert asyncio.get_running_loop().time() - began < 8 * look.QUIET  # saw it come back
     await parking.replay(connection, publisher, "lot", everything, limit=30)
     assert [one.body.decode() for one in await take_all(connection, "lot")] == NAMES[:30]
     assert await ids(connection) == NAMES[30:]
@@ -242,15 +242,15 @@ async def test_a_channel_closed_under_a_look_is_an_error_and_no_endless_wait(
     """As 3.10 and 4.0 do when a replay holds messages for longer than the consumer timeout."""
     await park(publisher, NAMES)
 
-    async def look() -> None:
-        async with parking._taking(connection, "lot") as taken:  # noqa: SLF001
+    async def waiting() -> None:
+        async with look.taking(connection, "lot") as taken:
             taken.count = 60  # it waits for more
             async for delivery, _ in taken:
                 if not delivery.channel.is_closed:
                     await delivery.channel.close()
 
     with pytest.raises(ParkingError, match="the channel was closed"):
-        await asyncio.wait_for(look(), 10)
+        await asyncio.wait_for(waiting(), 10)
     assert await ids(connection) == NAMES
 
 
@@ -330,9 +330,9 @@ async def test_a_broker_that_has_messages_and_delivers_none_is_not_waited_for_fo
     await park(publisher, NAMES[:2])
     await eventually(holds(connection, "lot.parked", 2))
     with monkeypatch.context() as broken:
-        broken.setattr(parking, "QUIET", 0.05)
-        broken.setattr(parking, "PATIENCE", 0.3)
-        broken.setattr(parking._Taken, "_consume", deliver_nothing)  # noqa: SLF001
+        broken.setattr(look, "QUIET", 0.05)
+        broken.setattr(look, "PATIENCE", 0.3)
+        broken.setattr(look.Taken, "_consume", deliver_nothing)
         async with asyncio.timeout(10):
             with pytest.raises(ParkingError, match=r"2 messages are there, .* none for 0\.3 s"):
                 await ids(connection)
@@ -416,6 +416,7 @@ VICTIM = """
 import asyncio, os, signal, sys
 from rabbit_tasks import Publisher, Settings, parking
 from rabbit_tasks.broker import connect
+from rabbit_tasks.parking import look
 
 event, count = sys.argv[1], int(sys.argv[2])
 
@@ -433,7 +434,7 @@ def dies(what, name):
     return wrapped
 
 Publisher.send = dies(Publisher.send, "publish")
-parking._Taken.ack = dies(parking._Taken.ack, "ack")
+look.Taken.ack = dies(look.Taken.ack, "ack")
 
 async def main():
     settings = Settings()

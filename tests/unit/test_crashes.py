@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rabbit_tasks import Parked, history
 from rabbit_tasks import message as names
-from rabbit_tasks.cli.page import full, text_of
+from rabbit_tasks.cli.parked.page import full, text_of
 from rabbit_tasks.parking import ParkedMessage
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.retry import CRASH_DELAYS, Crashed, after_crash

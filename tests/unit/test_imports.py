@@ -20,7 +20,7 @@ FLOORS = [
     {"rabbit_tasks"},  # the public names
     {"worker", "testing", "supervisor"},
     {"delivery", "parking", "declare", "watchdog", "deadline"},
-    {"handler", "isolation", "broker", "repeats"},
+    {"handler", "isolation", "broker", "repeats", "management"},
     {"frames", "process"},
     # ----- nothing below imports aio_pika -----
     {"app"},

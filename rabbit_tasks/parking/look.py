@@ -1,4 +1,4 @@
-"""The parking lot: read it, replay from it, discard.
+"""A look at the parking lot: take all that is there, let some go, give the others back.
 
 Looking must not reorder. A quorum queue puts what is returned to it behind everything that was
 returned before, and in front of what was never taken (3.10 to 4.3): so a look takes all that is
@@ -15,35 +15,22 @@ not ours, on a parking queue, reorders as it likes.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import shlex
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from functools import cached_property
-from typing import Any, Final
+from typing import Final
 
 import aiormq.exceptions as amqp
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
-from rabbit_tasks import history
-from rabbit_tasks import message as names
-from rabbit_tasks.broker import (
-    LOST,
-    RPC_TIMEOUT,
-    Connection,
-    Publisher,
-    is_cancelled,
-    words,
-)
-from rabbit_tasks.errors import ConnectError, ParkingError, PublishError
+from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, is_cancelled, words
+from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.frames import properties_of
-from rabbit_tasks.properties import Properties
-from rabbit_tasks.text import escaped
+from rabbit_tasks.parking.parked import ParkedMessage
 from rabbit_tasks.topology import parked_queue
 
 QUIET: Final = 1.0
@@ -53,109 +40,6 @@ PATIENCE: Final = 10.0
 is there."""
 _WINDOW: Final = 65_535
 """The most that one consumer can hold: a prefetch count has 16 bits."""
-
-
-@dataclass(frozen=True)
-class ParkedMessage:
-    """A message in the parking lot, as it lies there."""
-
-    position: int
-    """From 1, in the order in which messages were parked."""
-    body: bytes = field(repr=False)
-    properties: Properties = field(repr=False)
-
-    @property
-    def id(self) -> str:
-        """The message id; for a message without one, ~ and a digest of what it is."""
-        return self.properties.text("message_id") or "~" + self._digest
-
-    def is_called(self, name: str) -> bool:
-        """Whether this is its id, as it is or as a terminal shows it, control characters escaped."""
-        return name in (self.id, escaped(self.id))
-
-    @cached_property
-    def _digest(self) -> str:
-        kept = self.properties.replace({}, without=names.is_brokers).encode()
-        return hashlib.blake2b(kept + self.body, digest_size=6).hexdigest()
-
-    @property
-    def reason(self) -> str:
-        """Why it is parked, in words."""
-        return history.reason(self.properties)
-
-    @property
-    def error_type(self) -> str | None:
-        found = self.properties.header(names.ERROR_TYPE)
-        return found if isinstance(found, str) else None
-
-    @property
-    def error_message(self) -> str | None:
-        found = self.properties.header(names.ERROR_MESSAGE)
-        return found if isinstance(found, str) else None
-
-    @property
-    def stack(self) -> str | None:
-        found = self.properties.header(names.ERROR_STACK)
-        return found if isinstance(found, str) else None
-
-    @property
-    def attempts(self) -> list[dict[str, Any]]:
-        """The history: attempt, when, seconds, error, worker; oldest first."""
-        return history.attempts(self.properties)
-
-    @property
-    def deaths(self) -> int:
-        """Workers that died with it in their hands, by its own header."""
-        return names.crashes(self.properties)
-
-    @property
-    def last_seen(self) -> tuple[str, str] | None:
-        """Of those deaths: the last worker that is known to have had it, and when."""
-        table = self.properties.header(names.CRASHES)
-        if not isinstance(table, dict):
-            return None
-        worker, when = table.get("worker"), table.get("when")
-        return (worker, when) if isinstance(worker, str) and isinstance(when, str) else None
-
-    @property
-    def headers(self) -> dict[str, Any]:
-        """All headers, but for the broker's count of looks at it."""
-        return {
-            name: value
-            for name, value in self.properties.headers.items()
-            if name not in (names.DELIVERY_COUNT, names.ACQUIRED_COUNT)
-        }
-
-    @property
-    def parked_at(self) -> str | None:
-        """When, as ISO 8601; of a message that the broker parked, to the second."""
-        ours = self.properties.header(names.PARKED_AT)
-        if isinstance(ours, str):
-            return ours
-        death = history.last_death(self.properties)
-        when = death.get("time") if death else None
-        return when.isoformat() if isinstance(when, datetime) else None
-
-    @property
-    def origin(self) -> str | None:
-        """The main queue it came from; None where nothing tells."""
-        return history.origin(self.properties)
-
-    @property
-    def replays(self) -> int:
-        """How often it was replayed before."""
-        last = self.properties.header(names.REPLAYED)
-        count = last.get("count") if isinstance(last, dict) else 0
-        return count if isinstance(count, int) else 0
-
-    def has_error(self, kind: str) -> bool:
-        """Whether it failed with this type of error, by its full or its short name."""
-        return self.error_type is not None and kind in (
-            self.error_type, self.error_type.rpartition(".")[2]
-        )  # fmt: skip
-
-
-Choose = Callable[[ParkedMessage], bool]
 
 
 @dataclass
@@ -175,100 +59,17 @@ async def browse(connection: Connection, queue: str) -> AsyncIterator[ParkedMess
     `queue` may also be the parking queue itself. While it runs, the messages are held, and whoever
     else wants to look waits. ParkingError where there is no such queue, or it is in use too long.
     """
-    async with _taking(connection, queue) as taken:
+    async with taking(connection, queue) as taken:
         async for _, message in taken:
             yield message
 
 
-async def replay(
-    connection: Connection,
-    publisher: Publisher,
-    queue: str,
-    choose: Choose,
-    *,
-    limit: int | None = None,
-    dry_run: bool = False,
-    told: Callable[[ParkedMessage, str], None] = lambda _message, _queue: None,
-) -> Moved:
-    """Copy chosen messages back to their main queues with fresh attempts.
-
-    In the order in which they were parked, and only those that were there at the start. Copy,
-    confirm, ack, one by one: killed at any moment, nothing is lost and at most one message is there
-    twice. `told` is called after each.
-
-    ParkingError where a message cannot go; those before it have gone, the others stay parked.
-    """
-    moved = Moved()
-    async with _taking(connection, queue) as taken:
-        moved.there = taken.count
-        async for delivery, message in taken:
-            if (limit is not None and moved.chosen >= limit) or not choose(message):
-                continue
-            target = message.origin or _main(queue)
-            if not dry_run:
-                copy = history.replayed(
-                    message.properties,
-                    when=datetime.now(UTC),
-                    message_id=uuid.uuid4().hex,
-                    frame_max=connection.frame_max,
-                )
-                try:
-                    await publisher.send("", target, message.body, copy)
-                except (PublishError, ConnectError) as error:
-                    maybe = isinstance(error, PublishError) and error.maybe_stored
-                    raise ParkingError(
-                        f"message {message.id} cannot be replayed: {error} "
-                        f"({moved.chosen} replayed before it, the others are still parked"
-                        f"{', and this one may be there twice' if maybe else ''})"
-                    ) from error
-            moved.chosen += 1
-            moved.to[target] += 1
-            told(message, target)
-            if not dry_run:
-                # And only then the next one: acks that are still on their way when we are killed
-                # would leave several messages twice.
-                try:
-                    await taken.ack(delivery)
-                    await taken.arrived()
-                except ParkingError as error:
-                    raise ParkingError(
-                        f"{error} ({moved.chosen} replayed; {message.id} may be parked as well)"
-                    ) from error
-    return moved
-
-
-async def discard(
-    connection: Connection,
-    queue: str,
-    choose: Choose,
-    *,
-    limit: int | None = None,
-    dry_run: bool = False,
-    told: Callable[[ParkedMessage], None] = lambda _message: None,
-) -> Moved:
-    """Remove chosen messages for good, of those that were there at the start."""
-    moved = Moved()
-    async with _taking(connection, queue) as taken:
-        moved.there = taken.count
-        async for delivery, message in taken:
-            if (limit is not None and moved.chosen >= limit) or not choose(message):
-                continue
-            moved.chosen += 1
-            if not dry_run:
-                await taken.ack(delivery)
-            told(message)
-        await taken.arrived()
-    return moved
-
-
-# --- taking and giving back ---------------------------------------------------------------------
-
-
-def _main(queue: str) -> str:
+def main_of(queue: str) -> str:
+    """The main queue's name, of it or of its parking queue."""
     return queue.removesuffix(parked_queue(""))
 
 
-class _Taken:
+class Taken:
     """The messages of a parking queue, in our hands: iterate, ack some, give the others back."""
 
     def __init__(self, connection: Connection, queue: str, count: int) -> None:
@@ -378,14 +179,14 @@ class _Taken:
 
 
 @asynccontextmanager
-async def _taking(connection: Connection, queue: str) -> AsyncIterator[_Taken]:
+async def taking(connection: Connection, queue: str) -> AsyncIterator[Taken]:
     lot = queue if queue.endswith(parked_queue("")) else parked_queue(queue)
     with _explained(connection, lot):
         await _state(connection, lot)
         lock = await _lock(connection, lot)
     try:
         with _explained(connection, lot):
-            taken = _Taken(connection, lot, await _undisturbed(connection, lot))
+            taken = Taken(connection, lot, await _undisturbed(connection, lot))
         try:
             yield taken
         finally:
