@@ -24,6 +24,8 @@ from tests.support.workers import Runs, WorkerProcess
 # What is ignored here (nohup, a background job of a shell) would be ignored by every worker we start.
 for _number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(_number, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 
@@ -107,14 +107,32 @@ def no_constant(name: str) -> None:
     raise ValueError(f"{name} is none of its values")
 
 
-def main() -> None:
-    """The `rabbit-tasks` command."""
+def command() -> NoReturn:
+    """What was typed, to its end: SystemExit with its code."""
     # Each module registers its commands; here, because they need what stands above.
     from rabbit_tasks.cli import chaos, demo, parked, publish, topology, work  # noqa: F401
 
     # Or else Python prints what the client libraries say of a refused connection, beside our line.
     for name in ("aiormq", "aio_pika"):
         logging.getLogger(name).addHandler(logging.NullHandler())
+    try:
+        cli(prog_name="rabbit-tasks")
+    except RabbitTasksError as error:
+        for line in str(error).splitlines():
+            tell(f"error: {line}")
+        sys.exit(exit_code(error))
+    except KeyboardInterrupt:
+        tell("interrupted")
+        sys.exit(130)
+    except BrokenPipeError:
+        # Whoever read our output has enough. Nothing more can be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    sys.exit(0)
+
+
+def main() -> None:
+    """The `rabbit-tasks` process: it ends with the command, and takes nothing else with it."""
     code = 1
 
     def end() -> None:
@@ -127,20 +145,7 @@ def main() -> None:
     # multiprocessing has started beside our children; a worker's grace time does not wait for them.
     atexit.register(end)
     try:
-        cli(prog_name="rabbit-tasks")
+        command()
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
         raise
-    except RabbitTasksError as error:
-        for line in str(error).splitlines():
-            tell(f"error: {line}")
-        code = exit_code(error)
-        sys.exit(code)
-    except KeyboardInterrupt:
-        tell("interrupted")
-        code = 130
-        sys.exit(code)
-    except BrokenPipeError:
-        # Whoever read our output has enough. Nothing more can be written, not even at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(code)

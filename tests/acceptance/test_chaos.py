@@ -26,7 +26,7 @@ import pytest
 from pamqp.commands import Basic
 
 from rabbit_tasks.broker import Connection
-from rabbit_tasks.cli import main
+from rabbit_tasks.cli import command
 from tests.conftest import eventually
 from tests.support.brokers import ROOT, Broker
 from tests.support.line import line
@@ -257,7 +257,7 @@ def test_nonsense_ends_with_2_and_one_line(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["rabbit-tasks", "chaos", *arguments])
     with pytest.raises(SystemExit) as ended:
-        main()
+        command()
     assert ended.value.code == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -271,7 +271,7 @@ def test_a_broker_that_is_not_there_is_one_line_and_exit_1(
     monkeypatch.setenv("RABBIT_TASKS_URL", "amqp://127.0.0.1:1/")
     monkeypatch.setattr(sys, "argv", ["rabbit-tasks", "chaos", "--tasks", "5"])
     with pytest.raises(SystemExit) as ended:
-        main()
+        command()
     assert ended.value.code == 1
     err = capsys.readouterr().err
     assert "error: 127.0.0.1:1 cannot be reached" in err

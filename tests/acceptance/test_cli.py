@@ -25,7 +25,7 @@ import pytest
 
 from rabbit_tasks import Publisher, Settings
 from rabbit_tasks.broker import connected
-from rabbit_tasks.cli import main
+from rabbit_tasks.cli import command
 from rabbit_tasks.cli.parked.page import as_line
 from rabbit_tasks.declare import declare
 from rabbit_tasks.properties import Properties
@@ -73,7 +73,7 @@ def cli(
         monkeypatch.setattr(sys, "argv", ["rabbit-tasks", *arguments])
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
         with pytest.raises(SystemExit) as ended:
-            main()
+            command()
         out, err = capfd.readouterr()
         code = ended.value.code
         assert isinstance(code, int)
@@ -204,8 +204,8 @@ def test_help_names_every_command_and_option(cli: Run) -> None:
     for word in ("topology", "work", "publish", "parked", "--app", "--url", "RABBIT_TASKS_APP",
                  "tool.rabbit_tasks", "Usage: rabbit-tasks"):  # fmt: skip
         assert word in told
-    for command in (["parked"], ["topology"], ["parked", "replay"], ["publish"], ["work"]):
-        assert cli(*command, "--help").code == 0
+    for noun in (["parked"], ["topology"], ["parked", "replay"], ["publish"], ["work"]):
+        assert cli(*noun, "--help").code == 0
     assert cli("--version").out.strip()
 
 

@@ -24,7 +24,7 @@ from rabbit_tasks.chaos.hurts import Done
 from rabbit_tasks.chaos.ledger import Event, Kind, Ledger, Reading, events, parse
 from rabbit_tasks.chaos.plan import Plan
 from rabbit_tasks.chaos.trial import Result
-from rabbit_tasks.cli import main
+from rabbit_tasks.cli import command
 from rabbit_tasks.errors import ConfigurationError
 
 
@@ -601,7 +601,7 @@ def test_a_file_that_cannot_be_written_in_the_end_is_a_failure_and_the_account_i
     monkeypatch.setattr("rabbit_tasks.cli.chaos.run", made)
     monkeypatch.setattr("sys.argv", ["rabbit-tasks", "chaos", option, "/dev/full"])
     with pytest.raises(SystemExit) as ended:
-        main()
+        command()
     assert ended.value.code == 1
     out, err = capsys.readouterr()
     assert "every task is accounted for" in out
@@ -621,7 +621,7 @@ def test_a_broker_command_that_fails_is_no_passed_test(
     monkeypatch.setattr("rabbit_tasks.cli.chaos.run", made)
     monkeypatch.setattr("sys.argv", ["rabbit-tasks", "chaos", "--broker-command", "false"])
     with pytest.raises(SystemExit) as ended:
-        main()
+        command()
     assert (ended.value.code or 0) == ends
     out, _ = capsys.readouterr()
     assert ("BUT the broker command failed 1 of 2 times" in out) is bool(ends)

@@ -164,6 +164,16 @@ def test_a_command_loads_only_what_it_needs(command: list[str], unused: list[str
     assert run("-c", code).splitlines()[-1] == "[]"
 
 
+def test_a_command_that_another_process_calls_leaves_its_exit_code_alone() -> None:
+    """As our own tests do: pytest's exit code was once that of the last command in a test."""
+    code = (
+        "import sys\nfrom rabbit_tasks.cli import command\nsys.argv = ['rabbit-tasks', '--version']\n"
+        "try:\n    command()\nexcept SystemExit as end:\n    sys.exit(7 + end.code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert done.returncode == 7, done.stderr
+
+
 IMPORT = """
 import os, sys, threading
 
