@@ -136,6 +136,17 @@ class Connection(aio_pika.Connection):
         return str(self._amqp.server_properties.get("version", "?"))
 
     @property
+    def asked_heartbeat(self) -> int | None:
+        """Seconds that the broker asked for; our setting is what counts. 0: it would do without."""
+        return self._factory.asked_heartbeat
+
+    @property
+    def certificate_until(self) -> datetime | None:
+        """When the broker's certificate expires; None without TLS."""
+        until = self._factory.certificate.get("notAfter")
+        return datetime.fromtimestamp(ssl.cert_time_to_seconds(until), UTC) if until else None
+
+    @property
     def is_blocked(self) -> bool:
         """Whether a memory or disk alarm of the broker holds publishers back, as far as it said so."""
         return self._blocked_at is not None and not self.is_lost

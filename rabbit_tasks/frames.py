@@ -18,6 +18,9 @@ from yarl import URL
 
 from rabbit_tasks.properties import Properties
 
+MADE_FOR: Final = "7.2"
+"""The version of aiormq whose way of reading frames this is."""
+
 
 class RawProperties(TransportFactory):
     """Opens sockets whose reader hides the property list from the client library's decoder.
@@ -40,6 +43,17 @@ class RawProperties(TransportFactory):
     def close_reason(self) -> tuple[int, str] | None:
         """The broker's words when it closed the connection."""
         return self._reader.close_reason if self._reader else None
+
+    @property
+    def asked_heartbeat(self) -> int | None:
+        """Seconds that the broker asked for in the handshake; ours are what counts."""
+        return self._reader.asked_heartbeat if self._reader else None
+
+    @property
+    def certificate(self) -> Mapping[str, Any]:
+        """The broker's, as Python's ssl decodes it; empty without TLS."""
+        found = self._writer.get_extra_info("peercert") if self._writer else None
+        return found or {}
 
     async def create(
         self, url: URL, **kwargs: Any
@@ -71,6 +85,7 @@ class RawProperties(TransportFactory):
 
 _METHOD, _HEADER = 1, 2
 _RETURN: Final = b"\x00\x3c\x00\x32"
+_TUNE: Final = b"\x00\x0a\x00\x1e"
 _CLOSE: Final = b"\x00\x0a\x00\x32"
 _BLOCKED: Final = b"\x00\x0a\x00\x3c"
 _UNBLOCKED: Final = b"\x00\x0a\x00\x3d"
@@ -90,6 +105,7 @@ class _FrameReader(asyncio.StreamReader):
         super().__init__(limit=limit, loop=loop)
         self._factory = factory
         self.close_reason: tuple[int, str] | None = None
+        self.asked_heartbeat: int | None = None
         self._frame = b""
         self._at = 0
         self._returned: set[bytes] = set()
@@ -99,7 +115,7 @@ class _FrameReader(asyncio.StreamReader):
             self._frame, self._at = await self._next(), 0
         start, self._at = self._at, self._at + n
         if self._at > len(self._frame):
-            raise RuntimeError("aiormq reads frames in another way than version 7.2 did")
+            raise RuntimeError(f"aiormq reads frames in another way than version {MADE_FOR} did")
         return self._frame[start : self._at]
 
     async def _next(self) -> bytes:
@@ -109,6 +125,9 @@ class _FrameReader(asyncio.StreamReader):
         rest = await super().readexactly(int.from_bytes(head[3:], "big") + 1)
         if head[0] == _METHOD and rest[:4] == _RETURN:
             self._returned.add(head[1:3])
+        if head[0] == _METHOD and rest[:4] == _TUNE:
+            # The library writes our own figure over it.
+            self.asked_heartbeat = int.from_bytes(rest[10:12], "big")
         if head[0] == _METHOD and rest[:4] == _CLOSE:
             # The library loses this text when it waits for another frame, as for Open-Ok.
             self.close_reason = (int.from_bytes(rest[4:6], "big"), _short_text(rest[6:]))

@@ -11,6 +11,9 @@ import json
 import ssl
 import urllib.error
 import urllib.request
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
 from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
@@ -33,6 +36,8 @@ class Management:
         self._root = f"{parts.scheme}://{self.host}{parts.path.rstrip('/')}/api"
         user, password = settings.management_login()
         login = base64.b64encode(f"{user}:{password}".encode()).decode()
+        self.ahead: timedelta | None = None
+        """How far its clock was ahead of ours at its last answer, to a second or two."""
         self._headers = {"authorization": f"Basic {login}", "accept": "application/json"}
 
     @classmethod
@@ -52,6 +57,8 @@ class Management:
         request = urllib.request.Request(f"{self._root}/{path}", headers=self._headers)
         try:
             with urllib.request.urlopen(request, timeout=TIMEOUT, context=self._tls()) as answer:
+                with suppress(ValueError, TypeError):  # no date, or none that can be compared
+                    self.ahead = parsedate_to_datetime(answer.headers["date"]) - datetime.now(UTC)
                 return json.load(answer)
         except urllib.error.HTTPError as error:
             if error.code == 404:
