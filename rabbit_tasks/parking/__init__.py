@@ -10,6 +10,9 @@ from rabbit_tasks.parking.choice import Choice
 from rabbit_tasks.parking.discarding import discard
 from rabbit_tasks.parking.look import Moved, browse
 from rabbit_tasks.parking.parked import Choose, ParkedMessage
+from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.parking.replaying import replay
 
-__all__ = ["Choice", "Choose", "Moved", "ParkedMessage", "browse", "discard", "replay"]
+__all__ = [
+    "Choice", "Choose", "Moved", "ParkedMessage", "ParkingQueue", "browse", "discard", "replay",
+]  # fmt: skip

@@ -15,6 +15,7 @@ not ours, on a parking queue, reorders as it likes.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import shlex
 import uuid
 from collections import Counter
@@ -31,6 +32,7 @@ from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, is_cancelled, wor
 from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.parking.parked import ParkedMessage
+from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.topology import parked_queue
 
 QUIET: Final = 1.0
@@ -53,7 +55,7 @@ class Moved:
     """How many went into which queue."""
 
 
-async def browse(connection: Connection, queue: str) -> AsyncIterator[ParkedMessage]:
+async def browse(connection: Connection, queue: str | ParkingQueue) -> AsyncIterator[ParkedMessage]:
     """Every message that is parked for this main queue now, in order; all stay where they are.
 
     `queue` may also be the parking queue itself. While it runs, the messages are held, and whoever
@@ -179,8 +181,8 @@ class Taken:
 
 
 @asynccontextmanager
-async def taking(connection: Connection, queue: str) -> AsyncIterator[Taken]:
-    lot = queue if queue.endswith(parked_queue("")) else parked_queue(queue)
+async def taking(connection: Connection, queue: str | ParkingQueue) -> AsyncIterator[Taken]:
+    lot = ParkingQueue.of(queue).name
     with _explained(connection, lot):
         await _state(connection, lot)
         lock = await _lock(connection, lot)
@@ -196,13 +198,22 @@ async def taking(connection: Connection, queue: str) -> AsyncIterator[Taken]:
             await _unlock(connection, lock)
 
 
+def lock_of(lot: str) -> str:
+    """The name of the queue that says that somebody looks at this one; no other has it."""
+    name = f"{lot}.look"
+    if len(name) <= 255:
+        return name
+    digest = hashlib.blake2b(lot.encode(), digest_size=8).hexdigest()
+    return f"{lot[:200]}.{digest}.look"
+
+
 async def _lock(connection: Connection, lot: str) -> str | None:
     """Make sure that nobody else looks: an exclusive queue, which goes with our connection.
 
     (Quorum queues ignore `exclusive` on a consumer, 3.10 to 4.3.) None where we may not create one;
     then there is only the count of consumers to go by.
     """
-    name = f"{lot}.look"[-255:]
+    name = lock_of(lot)
     deadline = asyncio.get_running_loop().time() + PATIENCE
     while True:
         channel = await connection.open()

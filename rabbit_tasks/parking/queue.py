@@ -1,0 +1,50 @@
+"""Which queue the parked messages lie in, and how it is called on the command line. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from typing import Self
+
+from rabbit_tasks.topology import parked_queue
+
+
+@dataclass(frozen=True)
+class ParkingQueue:
+    """A queue with parked messages: one of ours, or another's dead letter queue.
+
+    Ours is called by its main queue's name or by its own. A foreign one (of another framework, or
+    made by hand) is called by its own name alone, and somebody has to say that it is one.
+    """
+
+    name: str
+    """The queue that the messages lie in."""
+    main: str | None
+    """The main queue it belongs to; None of a foreign one."""
+
+    @classmethod
+    def of(cls, queue: str | Self) -> Self:
+        """The parking queue that is meant by this name."""
+        if not isinstance(queue, str):
+            return queue
+        main = queue.removesuffix(parked_queue(""))
+        return cls(parked_queue(main), main)
+
+    @classmethod
+    def foreign(cls, queue: str) -> Self:
+        """This queue itself, whatever its name ends in."""
+        return cls(queue, None)
+
+    @property
+    def is_foreign(self) -> bool:
+        return self.main is None
+
+    @property
+    def typed(self) -> str:
+        """How it is called behind `rabbit-tasks parked list`."""
+        if self.main is None:
+            return f"{shlex.quote(self.name)} --foreign"
+        return shlex.quote(self.main)
+
+    def __str__(self) -> str:
+        return self.main or self.name
