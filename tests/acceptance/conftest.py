@@ -1,10 +1,16 @@
-"""Figures that acceptance tests measure; they are shown when all is done."""
+"""The command in this process; figures that acceptance tests measure, shown when all is done."""
 
 from __future__ import annotations
 
+import io
+import sys
+from pathlib import Path
 from typing import Final
 
 import pytest
+
+from rabbit_tasks.cli import command
+from tests.support.commands import Result, Run
 
 _TOLD: Final = pytest.StashKey[list[str]]()
 
@@ -32,3 +38,31 @@ def pytest_terminal_summary(
         terminalreporter.section("measured")
         for line in told:
             terminalreporter.write_line(line)
+
+
+@pytest.fixture
+def cli(
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> Run:
+    """The command in this process, in an empty folder."""
+    monkeypatch.setenv("RABBIT_TASKS_URL", url)
+    monkeypatch.delenv("RABBIT_TASKS_APP", raising=False)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str, stdin: bytes = b"") -> Result:
+        capfd.readouterr()
+        monkeypatch.setattr(sys, "argv", ["rabbit-tasks", *arguments])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        with pytest.raises(SystemExit) as ended:
+            command()
+        out, err = capfd.readouterr()
+        code = ended.value.code
+        assert isinstance(code, int)
+        assert "Traceback" not in err
+        return Result(code, out, err)
+
+    return call

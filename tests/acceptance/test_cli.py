@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import pty
@@ -13,8 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from pathlib import Path
@@ -25,62 +22,15 @@ import pytest
 
 from rabbit_tasks import Publisher, Settings
 from rabbit_tasks.broker import connected
-from rabbit_tasks.cli import command
 from rabbit_tasks.cli.parked.page import as_line
 from rabbit_tasks.declare import declare
 from rabbit_tasks.properties import Properties
 from tests.support.brokers import ROOT, Broker
+from tests.support.commands import Run, no_constant
 from tests.support.post import app
 from tests.support.queues import Found, depth, take_all
 
 APP = ("--app", "tests.support.post:app")
-
-
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def lines(self) -> list[Any]:
-        """Stdout as JSON lines, by the letter of the standard."""
-        return [json.loads(line, parse_constant=_none) for line in self.out.splitlines()]
-
-
-def _none(name: str) -> None:
-    raise AssertionError(f"{name} is not JSON")
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def cli(
-    url: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> Run:
-    """The command in this process, in an empty folder."""
-    monkeypatch.setenv("RABBIT_TASKS_URL", url)
-    monkeypatch.delenv("RABBIT_TASKS_APP", raising=False)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.chdir(tmp_path)
-
-    def call(*arguments: str, stdin: bytes = b"") -> Result:
-        capfd.readouterr()
-        monkeypatch.setattr(sys, "argv", ["rabbit-tasks", *arguments])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as ended:
-            command()
-        out, err = capfd.readouterr()
-        code = ended.value.code
-        assert isinstance(code, int)
-        assert "Traceback" not in err
-        return Result(code, out, err)
-
-    return call
 
 
 def process(url: str, *arguments: str, **more: Any) -> subprocess.Popen[str]:
@@ -374,7 +324,7 @@ def test_what_the_broker_refuses_is_told_with_its_line(cli: Run, lot: Lot) -> No
 def test_what_cannot_be_json_is_text_in_a_json_line() -> None:
     found = json.loads(
         as_line({"nan": float("nan"), "inf": [-float("inf")], "raw": b"\xff", "text": "\ud800"}),
-        parse_constant=_none,
+        parse_constant=no_constant,
     )
     assert found == {"nan": "nan", "inf": ["-inf"], "raw": "ff", "text": "\ud800"}
 
