@@ -14,9 +14,10 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from rabbit_tasks import fingerprint as fingerprints
 from rabbit_tasks import message as names
 from rabbit_tasks.consumer import fault_codes
-from rabbit_tasks.errors import MalformedBody
+from rabbit_tasks.errors import MalformedBody, Park
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.retry import Crashed, Parked, RetryAfter
 from rabbit_tasks.text import cut, one_line
@@ -34,6 +35,7 @@ ROOM: Final = 8_192
 NOT_COPIED: Final = ("expiration", "user_id")
 _RENEWED: Final = names.OURS - {names.REPLAYED}
 _ENDED: Final = names.OURS - {names.ATTEMPTS, names.REPLAYED}
+_PARK: Final = f"{Park.__module__}.{Park.__qualname__}"
 _ENTRY: Final = {"attempt": int, "when": str, "seconds": float, "error": str, "worker": str}
 
 
@@ -46,6 +48,8 @@ class Failure:
     stack: str
     log: str
     """One line for logs; nothing of a body that did not decode."""
+    fingerprint: str = ""
+    """The same for whatever failed in the same way: see fingerprint.py."""
 
 
 class FailedElsewhere(Exception):
@@ -85,6 +89,7 @@ def failure_of(error: BaseException, redact: Callable[[str], str] | None = None)
         cut(clean(text), MESSAGE_BYTES),
         cut(clean(stack), STACK_BYTES),
         one_line(clean(log)),
+        fingerprints.of_error(error),
     )
 
 
@@ -138,8 +143,7 @@ def after(
     }
     headers: dict[str, Any] = {names.RETRY_COUNT: attempt, names.ORIGIN_QUEUE: queue}
     if isinstance(outcome, Parked):
-        headers[names.PARKED_REASON] = one_line(outcome.reason)
-        headers[names.PARKED_AT] = now.isoformat(timespec="milliseconds")
+        headers |= _parking(outcome, failure, now)
     if failure:
         headers[names.ERROR_TYPE] = failure.type
         headers[names.ERROR_MESSAGE] = failure.message
@@ -170,14 +174,23 @@ def after_crash(
     if deaths or isinstance(outcome, Crashed):
         headers[names.CRASHES] = {"count": deaths, "worker": worker, "when": when}
     if isinstance(outcome, Parked):
-        headers[names.PARKED_REASON] = one_line(outcome.reason)
-        headers[names.PARKED_AT] = when
+        headers |= _parking(outcome, None, now)
     for name in (names.ERROR_TYPE, names.ERROR_MESSAGE, names.ERROR_STACK):
         if isinstance(text := before.header(name), str):
             headers[name] = text
     if known := attempts(before):
         headers[names.ATTEMPTS] = known
     return headers
+
+
+def _parking(outcome: Parked, failure: Failure | None, now: datetime) -> dict[str, Any]:
+    reason = one_line(outcome.reason)
+    kind = failure.fingerprint if failure else ""
+    return {
+        names.PARKED_REASON: reason,
+        names.PARKED_AT: now.isoformat(timespec="milliseconds"),
+        names.ERROR_FINGERPRINT: kind or fingerprints.of_words(reason),
+    }
 
 
 def attempts(properties: Properties) -> list[dict[str, Any]]:
@@ -298,6 +311,30 @@ def reason(properties: Properties) -> str:
         case "maxlen":
             return "pushed out of its queue by a length limit"
     return f"dead-lettered by the broker: {death.get('reason')}"
+
+
+def fingerprint(properties: Properties) -> str:
+    """What a parked message has in common with those that failed in the same way.
+
+    As a worker wrote it when it parked; else of the type of the error, or of the reason's words.
+    """
+    ours = properties.header(names.ERROR_FINGERPRINT)
+    if last_death(properties) is None and fingerprints.is_fingerprint(ours):
+        return str(ours)
+    return fingerprints.of_words(failed_with(properties) or reason(properties))
+
+
+def failed_with(properties: Properties) -> str | None:
+    """The type of the error for which a message is parked; None where it was for something else
+    than the error that it may carry: a Park's words, workers that died with it, the broker."""
+    kind = properties.header(names.ERROR_TYPE)
+    is_by_error = (
+        isinstance(kind, str)
+        and kind != _PARK
+        and last_death(properties) is None
+        and properties.header(names.CRASHES) is None
+    )
+    return str(kind) if is_by_error else None
 
 
 def last_death(properties: Properties) -> dict[str, Any] | None:

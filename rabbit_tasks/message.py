@@ -15,6 +15,8 @@ ORIGIN_QUEUE: Final = "x-origin-queue"
 ERROR_TYPE: Final = "x-error-type"
 ERROR_MESSAGE: Final = "x-error-message"
 ERROR_STACK: Final = "x-error-stack"
+ERROR_FINGERPRINT: Final = "x-error-fingerprint"
+"""Of a parked message: 12 hexadecimal digits, the same for whatever failed in the same way."""
 ATTEMPTS: Final = "x-attempts"
 """The history: a list of at most 20 tables of attempt, when, seconds, error, worker."""
 PARKED_REASON: Final = "x-parked-reason"
@@ -26,8 +28,8 @@ CRASHES: Final = "x-crashes"
 last had an outcome, and which worker is the last that is known to have had it, when."""
 
 OURS: Final = frozenset(
-    {RETRY_COUNT, ORIGIN_QUEUE, ERROR_TYPE, ERROR_MESSAGE, ERROR_STACK, ATTEMPTS, PARKED_REASON,
-     PARKED_AT, REPLAYED, CRASHES}
+    {RETRY_COUNT, ORIGIN_QUEUE, ERROR_TYPE, ERROR_MESSAGE, ERROR_STACK, ERROR_FINGERPRINT,
+     ATTEMPTS, PARKED_REASON, PARKED_AT, REPLAYED, CRASHES}
 )  # fmt: skip
 
 # The broker's: read for display and for the crash count, never for the attempt number.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
@@ -95,6 +95,20 @@ class ParkedMessage:
         death = history.last_death(self.properties)
         when = death.get("time") if death else None
         return when.isoformat() if isinstance(when, datetime) else None
+
+    @property
+    def parked_time(self) -> datetime | None:
+        """When, to reckon with; None where nothing tells, or not in a way we can read."""
+        try:
+            found = datetime.fromisoformat(self.parked_at or "")
+        except ValueError:
+            return None
+        return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+    @property
+    def fingerprint(self) -> str:
+        """What groups it with others that failed in the same way."""
+        return history.fingerprint(self.properties)
 
     @property
     def origin(self) -> str | None:

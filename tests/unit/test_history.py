@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from rabbit_tasks import Parked, RetryAfter, history
+from rabbit_tasks import Parked, RetryAfter, fingerprint, history
 from rabbit_tasks import message as names
 from rabbit_tasks.errors import MalformedBody
 from rabbit_tasks.history import FailedElsewhere, Failure, failure_of
@@ -279,6 +279,7 @@ def test_a_parked_message_carries_its_reason_and_when_it_was_parked() -> None:
         "x-origin-queue": "q",
         "x-parked-reason": "no such\\nimage",
         "x-parked-at": "2026-01-02T04:04:05.678+00:00",
+        "x-error-fingerprint": fingerprint.of_words("no such\\nimage"),
     }
 
 

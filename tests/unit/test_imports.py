@@ -26,11 +26,11 @@ FLOORS = [
     {"app"},
     {"topology", "observer", "history", "timeouts"},
     {"consumer", "settings"},
-    {"retry", "message"},
+    {"retry", "message", "fingerprint"},
     {"errors", "properties", "durations", "text"},
 ]
 PURE = {"errors", "message", "properties", "durations", "retry", "consumer", "topology", "settings",
-        "observer", "app", "history", "text", "timeouts"}  # fmt: skip
+        "observer", "app", "history", "text", "timeouts", "fingerprint"}  # fmt: skip
 AMQP = {"aio_pika", "aiormq", "pamqp"}
 TYPER = {"typer", "rich", "click"}
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rabbit_tasks.cli import run, settings_of, tell
 from rabbit_tasks.cli.parked.options import (
-    All,
     DryRun,
-    ErrorType,
-    Ids,
-    Limit,
     Queue,
-    choice_of,
+    choosing,
     end,
     parked,
 )
@@ -29,24 +26,21 @@ if TYPE_CHECKING:
 
 
 @parked.command("discard")
+@choosing(required=True)
 def discard(
     context: typer.Context,
     queue: Queue,
-    ids: Ids = None,
-    error: ErrorType = None,
-    limit: Limit = None,
-    everything: All = False,
+    choice: Choice,
     dry_run: DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Remove parked messages for good; asks first."""
-    choice = choice_of(ids, error, limit, everything)
     settings = settings_of(context)
     verb = "would be discarded" if dry_run else "discarded"
     if yes or dry_run:
         moved = run(_discard(settings, queue, choice, dry_run=dry_run))
     else:
-        asked = choice_of(ids, error, limit, everything)
+        asked = replace(choice)
         kinds: Counter[str] = Counter()
         found = run(
             _discard(settings, queue, asked, dry_run=True,

@@ -9,13 +9,9 @@ import typer
 
 from rabbit_tasks.cli import run, settings_of
 from rabbit_tasks.cli.parked.options import (
-    All,
     DryRun,
-    ErrorType,
-    Ids,
-    Limit,
     Queue,
-    choice_of,
+    choosing,
     end,
     parked,
 )
@@ -26,17 +22,14 @@ if TYPE_CHECKING:
 
 
 @parked.command("replay")
+@choosing(required=True)
 def replay(
     context: typer.Context,
     queue: Queue,
-    ids: Ids = None,
-    error: ErrorType = None,
-    limit: Limit = None,
-    everything: All = False,
+    choice: Choice,
     dry_run: DryRun = False,
 ) -> None:
     """Copy parked messages back to their main queue, with fresh attempts."""
-    choice = choice_of(ids, error, limit, everything)
     verb = "would be replayed" if dry_run else "replayed"
     went: Counter[str] = Counter()
     try:
