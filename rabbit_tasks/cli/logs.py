@@ -14,12 +14,14 @@ Format = Literal["text", "json"]
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, what; one line each but for a fault's traceback."""
+    """Time, level, what; one line each but for a fault's traceback. Where several processes write
+    to one place, the number of theirs."""
 
     default_msec_format = "%s.%03d"
 
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
+    def __init__(self, *, several: bool = False) -> None:
+        who = "[%(process)d] " if several else ""
+        super().__init__(f"%(asctime)s %(levelname)-7s {who}%(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's own name)
         return escaped(super().formatMessage(record))
@@ -29,7 +31,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (UTC), level, logger, message, and the event's own fields."""
+    """One JSON object per line: time (UTC), level, logger, process, message, the event's own fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -37,6 +39,7 @@ class JsonFormatter(logging.Formatter):
             "time": f"{when}.{int(record.msecs):03}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
+            "process": record.process,
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
         }
@@ -47,10 +50,11 @@ class JsonFormatter(logging.Formatter):
         return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
-def configure(form: Format, level: str) -> None:
-    """Log to stderr. What the client libraries say of lost connections is left out: we say it."""
+def configure(form: Format, level: str, *, several: bool = False) -> None:
+    """Log to stderr, which `several` processes may share. What the client libraries say of lost
+    connections is left out: we say it."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter(several=several))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level.upper() != "DEBUG":
         for name in ("aiormq", "aio_pika"):

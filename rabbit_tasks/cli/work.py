@@ -57,7 +57,7 @@ def work(
     """Run the app's consumers until SIGTERM or SIGINT."""
     if log_level.lower() not in ("debug", "info", "warning", "error"):
         raise typer.BadParameter(f"{log_level!r} is not debug, info, warning or error")
-    log_setup = partial(configure, log_format, log_level)
+    log_setup = partial(configure, log_format, log_level, several=processes is not None)
     begin = partial(_work, context.obj.app, queues or (), declare, log_setup)
     if processes is None:
         log_setup()

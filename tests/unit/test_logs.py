@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -49,11 +50,18 @@ def test_a_json_line_has_time_level_logger_message_and_the_fields() -> None:
         "time": "2026-01-02T03:04:05.999Z",
         "level": "warning",
         "logger": "rabbit_tasks",
+        "process": os.getpid(),
         "message": "q failed",
         "queue": "q",
         "attempt": 1,
         "odd": "{1}",
     }
+
+
+def test_a_line_of_several_processes_says_whose_it_is() -> None:
+    line = TextFormatter(several=True).format(record("done"))
+    assert line.endswith(f" WARNING [{os.getpid()}] done")
+    assert TextFormatter().format(record("done")).endswith(" WARNING done")
 
 
 def test_a_json_line_carries_a_traceback_inside() -> None:
