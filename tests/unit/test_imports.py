@@ -18,6 +18,7 @@ FLOORS = [
     {"cli", "demo", "__main__"},
     {"chaos"},
     {"rabbit_tasks"},  # the public names
+    {"doctor"},
     {"worker", "testing", "supervisor"},
     {"delivery", "parking", "declare", "watchdog", "deadline"},
     {"handler", "isolation", "broker", "repeats", "management"},
