@@ -13,6 +13,7 @@ version. Nothing has a length limit or an expiry of its own: a full or expired q
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable
@@ -32,7 +33,7 @@ PARKING_LOT: Final = "parking-lot"
 # return on 3.10, and none means 20 on 4.x: 21 looks at a parked message would lose it.
 _LOOKED_AT_FOR_EVER: Final = 2_147_483_647
 
-_WAITING_NAME: Final = re.compile(r"\.(retry\.\d+|crashed)\.\d+(ms|s|m|h|d)$")
+_WAITING_NAME: Final = re.compile(r"\.(?:retry\.\d+|crashed)\.\d+(?:ms|s|m|h|d)$")
 
 Arguments = dict[str, Any]
 
@@ -95,6 +96,11 @@ class Topology:
         }  # fmt: skip
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
+    @property
+    def digest(self) -> str:
+        """12 hexadecimal digits: the same for the same definitions, and for no others."""
+        return hashlib.sha256(self.definitions().encode()).hexdigest()[:12]
+
 
 def retry_queue(main: str, attempt: int, delay: timedelta) -> str:
     """Where a copy waits after this failed attempt. The delay is in the name: a TTL cannot be
@@ -105,6 +111,17 @@ def retry_queue(main: str, attempt: int, delay: timedelta) -> str:
 def crashed_queue(main: str, delay: timedelta) -> str:
     """Where a message waits whose worker died with it, so that it does not kill the next at once."""
     return f"{main}.crashed.{duration_text(delay)}"
+
+
+def waiting_for(name: str) -> str | None:
+    """The main queue that a retry or crashed queue of this name serves, of whatever policy; None
+    where it is no such name. (No main queue may have one.)
+
+    >>> waiting_for("images.resize.retry.1.500ms")
+    'images.resize'
+    """
+    found = _WAITING_NAME.search(name)
+    return name[: found.start()] if found and found.start() else None
 
 
 def parked_queue(main: str) -> str:

@@ -140,6 +140,8 @@ class Worker:
         self._quiet_until: dict[str, float] = {}
         self._repeats = Repeats()
         self.name = self._settings.worker_name or f"{socket.gethostname()}:{os.getpid()}"
+        # So that nobody takes a queue away to which we publish: see pruning.py.
+        self._told = {"app": app.name, "topology": app.topology.digest}
 
     def stop(self) -> None:
         """Take no more messages, finish those in hand within the grace time, and return from `run`.
@@ -185,7 +187,7 @@ class Worker:
         """One session after another until asked to stop; jittered, capped pauses between them."""
         cap = self._settings.reconnect_cap.total_seconds()
         async with AsyncExitStack() as stack:
-            publisher = self._publisher = Publisher(self._settings, patient=True)
+            publisher = self._publisher = Publisher(self._settings, patient=True, told=self._told)
             stack.push_async_callback(self._close_publisher)
             await self._unless_stopped(self._set_up(stack, publisher))
             if self._stop.is_set():
@@ -286,7 +288,9 @@ class Worker:
         """Connect, make sure of the queues, consume until the connection is lost or we must stop."""
         if self._stop.is_set():
             return
-        connection = await self._unless_stopped(connect(self._settings, f"worker {self.name}"))
+        connection = await self._unless_stopped(
+            connect(self._settings, f"worker {self.name}", self._told)
+        )
         if connection is None:
             return
         self._connection = connection

@@ -242,7 +242,6 @@ async def test_its_clock_is_read_from_its_answers() -> None:
     later = datetime.now(UTC) + timedelta(hours=1)
     with api(date=format_datetime(later, usegmt=True)) as server:
         asking = of(f"http://127.0.0.1:{server.port}")
-        assert asking.ahead is None
         await asking.get("x")
         assert asking.ahead is not None
         assert abs(asking.ahead - timedelta(hours=1)) < timedelta(seconds=10)

@@ -11,7 +11,7 @@ import pytest
 
 from rabbit_tasks import App, ConfigurationError, Consumer, Message, RetryPolicy
 from rabbit_tasks.durations import duration_of, duration_text
-from rabbit_tasks.topology import topology_of, tree
+from rabbit_tasks.topology import topology_of, tree, waiting_for
 
 
 def consumer(
@@ -198,6 +198,30 @@ def test_the_brokers_own_names_are_refused() -> None:
 
 def test_names_may_have_spaces_and_slashes() -> None:
     topology_of([consumer("A-z_0/9 .:@#,<>")])
+
+
+@pytest.mark.parametrize("queue", ["images.resize", "A-z_0/9 .:@#,<>", "a.retry.1", "a.crashed"])
+def test_the_main_queue_is_read_from_the_name_of_each_queue_where_messages_wait(queue: str) -> None:
+    retry = RetryPolicy(attempts=12, base=timedelta(milliseconds=300), cap=timedelta(days=3))
+    for one in topology_of([consumer(queue, retry=retry)]).queues:
+        waits = one.role in ("retry", "crashed")
+        assert waiting_for(one.name) == (queue if waits else None), one.name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.retry.1.5", "a.retry.x.5s", "a.retry.1.5s.parked", "a.crashed.s", ".crashed.1s", "a"],
+)
+def test_other_names_are_of_no_main_queue(name: str) -> None:
+    assert waiting_for(name) is None
+
+
+def test_the_digest_is_that_of_the_definitions() -> None:
+    assert topology_of([RESIZE]).digest == topology_of([RESIZE]).digest
+    assert len(topology_of([RESIZE]).digest) == 12
+    others = [consumer("images.resize"), consumer("images.resize", delivery_limit=6), consumer("b")]
+    digests = {topology_of([one]).digest for one in (RESIZE, *others)}
+    assert len(digests) == 4
 
 
 # --- durations in names -------------------------------------------------------------------------
