@@ -50,6 +50,12 @@ class Broker:
     def has_api(self) -> bool:
         return self._api is not None
 
+    @property
+    def management_url(self) -> str:
+        """As RABBIT_TASKS_MANAGEMENT_URL has it."""
+        assert self._api is not None
+        return self._api
+
     def ctl(self, *arguments: str) -> bool:
         """Run rabbitmqctl on it; False where there is no way to, or it fails."""
         if self._command is None:
