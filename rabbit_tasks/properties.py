@@ -179,6 +179,22 @@ class Properties:
         fields["headers"] = _pack_table(ours + kept)
         return Properties(fields)
 
+    def without(self, *headers: str) -> Properties:
+        """A copy without these headers, and without a table where that leaves none in it."""
+        gone = {_short(name, "header name") for name in headers}
+        kept = [entry for entry in self.table if entry[0] not in gone]
+        fields = {name: raw for name, raw in self._fields.items() if name != "headers"}
+        if kept:
+            fields["headers"] = _pack_table(kept)
+        return Properties(fields)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a property list to its last byte. (A broker sends no other, and closes the
+        connection on one.)"""
+        sound = all(_end(value, 0) == len(value) for _, value in self.table)
+        return sound and Properties(self._fields).encode() == self.encode()
+
 
 def _name(key: bytes) -> str:
     return key[1:].decode("utf-8", "backslashreplace")

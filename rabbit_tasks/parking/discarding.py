@@ -2,28 +2,77 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from rabbit_tasks.broker import Connection
+from rabbit_tasks.message import ACQUIRED_COUNT, DELIVERY_COUNT
 from rabbit_tasks.parking.look import Moved, taking
 from rabbit_tasks.parking.parked import Choose, ParkedMessage
+from rabbit_tasks.parking.queue import ParkingQueue
+
+
+def identity(message: ParkedMessage) -> bytes:
+    """What tells a message from every other, but from its own copy: a digest of all of it.
+
+    The broker's counts of looks at it are left out: the next look finds others.
+    """
+    properties = message.properties.without(DELIVERY_COUNT, ACQUIRED_COUNT).encode()
+    digest = hashlib.blake2b(len(properties).to_bytes(4, "big") + properties, digest_size=16)
+    digest.update(message.body)
+    return digest.digest()
+
+
+@dataclass
+class Asked:
+    """The messages that somebody was asked about: what they are, by kind, and which ones.
+
+    What is parked meanwhile is not among them, though it may fit the same choice.
+    """
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    """How many of each kind: an error type, or the reason where there was none."""
+    _left: Counter[bytes] = field(default_factory=Counter, repr=False)
+
+    def add(self, message: ParkedMessage) -> None:
+        self.kinds[message.error_type or message.reason] += 1
+        self._left[identity(message)] += 1
+
+    @property
+    def count(self) -> int:
+        return self.kinds.total()
+
+    def __call__(self, message: ParkedMessage) -> bool:
+        """Whether it is one of them; each is met once."""
+        one = identity(message)
+        if not self._left[one]:
+            return False
+        self._left[one] -= 1
+        return True
 
 
 async def discard(
     connection: Connection,
-    queue: str,
+    queue: str | ParkingQueue,
     choose: Choose,
     *,
     limit: int | None = None,
     dry_run: bool = False,
     told: Callable[[ParkedMessage], None] = lambda _message: None,
 ) -> Moved:
-    """Remove chosen messages for good, of those that were there at the start."""
+    """Remove chosen messages for good, of those that were there at the start.
+
+    `told` is called after each. Ended in the middle, those it was told of are gone, and no others.
+    """
     moved = Moved()
     async with taking(connection, queue) as taken:
         moved.there = taken.count
         async for delivery, message in taken:
-            if (limit is not None and moved.chosen >= limit) or not choose(message):
+            if limit is not None and moved.chosen >= limit:
+                break
+            if not choose(message):
                 continue
             moved.chosen += 1
             if not dry_run:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,15 +11,17 @@ import typer
 from rabbit_tasks.cli import run, settings_of, tell
 from rabbit_tasks.cli.parked.options import (
     DryRun,
+    Foreign,
     Queue,
     choosing,
     end,
     parked,
+    queue_of,
 )
 from rabbit_tasks.text import one_line
 
 if TYPE_CHECKING:
-    from rabbit_tasks.parking import Choice, Moved, ParkedMessage
+    from rabbit_tasks.parking import Asked, Choice, Choose, Moved, ParkedMessage, ParkingQueue
     from rabbit_tasks.settings import Settings
 
 
@@ -31,46 +31,77 @@ def discard(
     context: typer.Context,
     queue: Queue,
     choice: Choice,
+    foreign: Foreign = False,
     dry_run: DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Remove parked messages for good; asks first."""
-    settings = settings_of(context)
+    """Remove parked messages for good; asks first, and then takes no others than it asked about."""
+    from rabbit_tasks.parking import Asked
+
+    settings, parking = settings_of(context), queue_of(queue, foreign)
     verb = "would be discarded" if dry_run else "discarded"
     if yes or dry_run:
-        moved = run(_discard(settings, queue, choice, dry_run=dry_run))
+        moved = _told(verb, settings, parking, choice, choice.limit, dry_run=dry_run)
     else:
-        asked = replace(choice)
-        kinds: Counter[str] = Counter()
-        found = run(
-            _discard(settings, queue, asked, dry_run=True,
-                     told=lambda m: kinds.update([m.error_type or m.reason]))
-        )  # fmt: skip
-        if not found.chosen:
-            end(found, verb, asked, queue)
-            return
-        for kind, count in kinds.most_common(10):
-            tell(f"{count:6} {one_line(kind)}")
-        if not sys.stdin.isatty():
-            tell("error: nobody to ask; say --yes to discard them")
-            raise typer.Exit(2)
-        if not typer.confirm(f"Discard these {found.chosen} for good?", err=True):
-            tell("nothing discarded")
-            raise typer.Exit(1)
-        # No more than were asked about, though others may have been parked meanwhile.
-        moved = run(_discard(settings, queue, choice, dry_run=False, limit=found.chosen))
-    typer.echo(f"{moved.chosen} {verb}")
-    end(moved, verb, choice, queue)
+        asked = Asked()
+        moved = run(_discard(settings, parking, choice, choice.limit, told=asked.add, dry_run=True))
+        if asked.count:
+            _ask(asked)
+            moved = _told(verb, settings, parking, asked, None, dry_run=False)
+            if gone := asked.count - moved.chosen:
+                tell(f"{gone} of them were not there any more")
+    end(moved, verb, choice, parking)
+
+
+def _ask(asked: Asked) -> None:
+    """Come back with a yes, or not at all."""
+    for kind, count in asked.kinds.most_common(10):
+        tell(f"{count:6} {one_line(kind)}")
+    if more := asked.kinds.most_common()[10:]:
+        tell(f"{sum(count for _, count in more):6} of {len(more)} other kinds")
+    if not sys.stdin.isatty():
+        tell("error: nobody to ask; say --yes to discard them")
+        raise typer.Exit(2)
+    try:
+        said = typer.confirm(f"Discard these {asked.count} for good?", err=True)
+    except typer.Abort:
+        tell("\nnothing discarded")
+        raise typer.Exit(130) from None
+    if not said:
+        tell("nothing discarded")
+        raise typer.Exit(1)
+
+
+def _told(
+    verb: str,
+    settings: Settings,
+    queue: ParkingQueue,
+    choose: Choose,
+    limit: int | None,
+    *,
+    dry_run: bool,
+) -> Moved:
+    """Discard, and say how many went, also after a fault or an interrupt: what was done is done."""
+    count = 0
+
+    def told(_: ParkedMessage) -> None:
+        nonlocal count
+        count += 1
+
+    try:
+        return run(_discard(settings, queue, choose, limit, told=told, dry_run=dry_run))
+    finally:
+        typer.echo(f"{count} {verb}")
 
 
 async def _discard(
     settings: Settings,
-    queue: str,
-    choice: Choice,
+    queue: ParkingQueue,
+    choose: Choose,
+    limit: int | None,
     *,
+    told: Callable[[ParkedMessage], None],
     dry_run: bool,
-    limit: int | None = None,
-    told: Callable[[ParkedMessage], None] = lambda _: None,
 ) -> Moved:
     from rabbit_tasks import parking
     from rabbit_tasks.broker import connected
@@ -84,5 +115,5 @@ async def _discard(
 
         async with connected(settings, "parked") as connection:
             return await parking.discard(
-                connection, queue, choice, limit=limit or choice.limit, dry_run=dry_run, told=each
+                connection, queue, choose, limit=limit, dry_run=dry_run, told=each
             )

@@ -23,6 +23,13 @@ cli.add_typer(parked, name="parked")
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The main queue.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+Foreign = Annotated[
+    bool,
+    typer.Option(
+        "--foreign",
+        help="QUEUE itself holds what is parked: another framework's dead letters, or made by hand.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="As JSON, one object per line.")]
 
 
