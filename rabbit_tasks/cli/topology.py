@@ -7,13 +7,12 @@ import json
 import shlex
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from rabbit_tasks.app import App, find_app
 from rabbit_tasks.cli import cli, run, settings_of, tell
-from rabbit_tasks.topology import tree
 
 if TYPE_CHECKING:
     from rabbit_tasks.declare import Difference
@@ -26,31 +25,119 @@ Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
 
 
 @topology.command("show")
-def show(context: typer.Context, as_json: Json = False) -> None:
-    """Show the app's topology as a tree."""
+def show(
+    context: typer.Context,
+    how: Annotated[
+        Literal["tree", "mermaid", "dot", "svg"],
+        typer.Option(
+            "--format", help="A tree; or a picture, as text for Mermaid or Graphviz, or an SVG."
+        ),
+    ] = "tree",
+    output: Annotated[str, typer.Option(metavar="FILE", help="Where to; - is stdout.")] = "-",
+    check: Annotated[
+        bool, typer.Option("--check", help="Only compare: exit 1 where the file differs.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the app's topology: as a tree, or as a picture."""
+    from rabbit_tasks import drawing
+
     app = find_app(context.obj.app)
-    typer.echo(app.topology.definitions() if as_json else tree(app.topology), nl=not as_json)
+    if as_json:
+        if how != "tree":
+            raise typer.BadParameter("--json is RabbitMQ's definitions; leave out --format")
+        drawn = app.topology.definitions()
+    elif how == "svg":
+        drawn = drawing.svg(app.topology, f"The queues of app {app.name}")
+    else:
+        draw = {"tree": drawing.tree, "mermaid": drawing.mermaid, "dot": drawing.dot}[how]
+        drawn = draw(app.topology)
+    given = ["show", "--json"] if as_json else ["show", "--format", how]
+    if output == "-":
+        if check:
+            raise typer.BadParameter("--check compares a file; which? --output FILE")
+        typer.echo(drawn, nl=False)
+        return
+    _write(Path(output), drawn, [*given, "--output", output], check=check)
 
 
 @topology.command("export")
 def export(
     context: typer.Context,
+    how: Annotated[
+        Literal["definitions", "terraform", "k8s"],
+        typer.Option(
+            "--format",
+            help="RabbitMQ's own definitions, the lock file; resources of Terraform's provider "
+            "cyrilgdn/rabbitmq; or objects for RabbitMQ's messaging topology operator.",
+        ),
+    ] = "definitions",
     check: Annotated[
         bool, typer.Option("--check", help="Only compare: exit 1 where the file differs.")
     ] = False,
     file: Annotated[
-        Path | None, typer.Option(help="The lock file.", show_default="topology/<app>.json")
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Where to; - is stdout.",
+            show_default="topology/<app>.json, .tf, .yaml",
+        ),
+    ] = None,
+    vhost: Annotated[
+        str | None,
+        typer.Option(help="terraform, k8s: the virtual host.", show_default="/"),
+    ] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[NAMESPACE/]NAME", help="k8s: the RabbitmqCluster in which the queues are."
+        ),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(help="k8s: of the objects.", show_default="left to kubectl"),
     ] = None,
 ) -> None:
-    """Write the lock file, topology/<app>.json, in RabbitMQ's definitions format."""
+    """Write the lock file, topology/<app>.json; or the same for what else may create the queues."""
+    from rabbit_tasks import exports
+
     app = find_app(context.obj.app)
-    path = file or Path("topology") / f"{app.name}.json"
-    wanted = app.topology.definitions()
-    command = "rabbit-tasks topology export" + (f" --file {shlex.quote(str(file))}" if file else "")
+    if how != "k8s" and (cluster or namespace):
+        raise typer.BadParameter("--cluster and --namespace go with --format k8s")
+    if how == "definitions":
+        if vhost:
+            raise typer.BadParameter("definitions name no virtual host: it is chosen at the import")
+        text, ending = app.topology.definitions(), "json"
+    elif how == "terraform":
+        text, ending = exports.terraform(app.topology, app.name, vhost or "/"), "tf"
+    else:
+        if not cluster:
+            raise typer.BadParameter("which RabbitmqCluster? --cluster NAME, or NAMESPACE/NAME")
+        text = exports.kubernetes(
+            app.topology, app.name, cluster=cluster, namespace=namespace, vhost=vhost or "/"
+        )
+        ending = "yaml"
+    if file == "-":
+        if check:
+            raise typer.BadParameter("--check compares a file; which? --file FILE")
+        typer.echo(text, nl=False)
+        return
+    given = [] if how == "definitions" else ["--format", how]
+    for name, value in (
+        ("vhost", vhost), ("cluster", cluster), ("namespace", namespace), ("file", file),
+    ):  # fmt: skip
+        given += [f"--{name}", value] if value else []
+    path = Path(file) if file else Path("topology") / f"{app.name}.{ending}"
+    _write(path, text, ["export", *given], check=check)
+
+
+def _write(path: Path, text: str, given: list[str], *, check: bool) -> None:
+    """Write what was generated, or compare it with what is there: exit 1 where that differs."""
+    command = f"rabbit-tasks topology {shlex.join(given)}"
     if not check:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(wanted)
+            path.write_text(text, encoding="utf-8")
         except OSError as error:
             tell(f"error: {path} cannot be written: {error.strerror}")
             raise typer.Exit(1) from None
@@ -59,10 +146,10 @@ def export(
     if not path.is_file():
         tell(f"error: there is no {path}; write it: {command}")
         raise typer.Exit(1)
-    found = path.read_text(errors="replace")
-    if found != wanted:
+    found = path.read_text(encoding="utf-8", errors="replace")
+    if found != text:
         lines = difflib.unified_diff(
-            found.splitlines(), wanted.splitlines(), str(path), "the app", lineterm="", n=1
+            found.splitlines(), text.splitlines(), str(path), "the app", lineterm="", n=1
         )
         typer.echo("\n".join(lines))
         tell(f"error: {path} is not the app's topology; write it: {command}")

@@ -24,14 +24,15 @@ FLOORS = [
     {"handler", "isolation", "broker", "repeats", "management"},
     {"frames", "process"},
     # ----- nothing below imports aio_pika -----
-    {"app"},
+    {"app", "drawing", "exports"},
     {"topology", "observer", "history", "timeouts"},
     {"consumer", "settings"},
     {"retry", "message", "fingerprint"},
     {"errors", "properties", "durations", "text"},
 ]
 PURE = {"errors", "message", "properties", "durations", "retry", "consumer", "topology", "settings",
-        "observer", "app", "history", "text", "timeouts", "fingerprint"}  # fmt: skip
+        "observer", "app", "history", "text", "timeouts", "fingerprint",
+        "drawing", "exports"}  # fmt: skip
 AMQP = {"aio_pika", "aiormq", "pamqp"}
 TYPER = {"typer", "rich", "click"}
 

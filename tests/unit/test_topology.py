@@ -11,7 +11,7 @@ import pytest
 
 from rabbit_tasks import App, ConfigurationError, Consumer, Message, RetryPolicy
 from rabbit_tasks.durations import duration_of, duration_text
-from rabbit_tasks.topology import topology_of, tree, waiting_for
+from rabbit_tasks.topology import topology_of, waiting_for
 
 
 def consumer(
@@ -106,14 +106,6 @@ def test_the_same_consumers_make_the_same_text_in_any_order() -> None:
 def test_an_app_without_consumers_needs_nothing() -> None:
     topology = App("empty", []).topology
     assert (topology.queues, topology.exchanges, topology.bindings) == ((), (), ())
-
-
-def test_the_tree_names_every_queue() -> None:
-    text = tree(topology_of([RESIZE]))
-    assert all(f"{name} " in text for name in GOLDEN)
-    assert "images.resize   (quorum, delivery limit 7)" in text
-    assert "images.resize.retry.2.2s   waits 2s, then back to images.resize" in text
-    assert "images.resize.crashed.4s   waits 4s, where workers died, then back" in text
 
 
 # --- collisions ---------------------------------------------------------------------------------
