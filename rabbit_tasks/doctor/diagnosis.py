@@ -630,14 +630,15 @@ def of_unseen(facts: Facts) -> Iterator[Row]:
         yield Row(
             "unseen",
             "the app's queues",
-            "no app is named",
+            "not looked at: no app is named",
             "rabbit-tasks --app module:attribute doctor",
         )
     for about, why in facts.unseen:
-        is_unset = why.endswith("is not set")
         yield Row(
             "unseen",
-            "management API" if is_unset else about,
-            f"{why}; not looked at: {about}" if is_unset else why,
-            "set RABBIT_TASKS_MANAGEMENT_URL=http://HOST:15672" if is_unset else "",
+            about,
+            f"not looked at: {why}",
+            "set RABBIT_TASKS_MANAGEMENT_URL=http://HOST:15672"
+            if why.endswith("is not set")
+            else "",
         )

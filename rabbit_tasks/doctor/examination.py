@@ -22,7 +22,15 @@ from aiormq.channel import Channel
 
 from rabbit_tasks import declare, frames
 from rabbit_tasks.app import App
-from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, connect, is_cancelled, words
+from rabbit_tasks.broker import (
+    CLOSE_TIMEOUT,
+    LOST,
+    RPC_TIMEOUT,
+    Connection,
+    connect,
+    is_cancelled,
+    words,
+)
 from rabbit_tasks.doctor.facts import Clients, Facts, Held, Listener, Node, Quorum, Reader
 from rabbit_tasks.errors import ConnectError, ManagementError, TopologyError
 from rabbit_tasks.management import Management
@@ -175,11 +183,11 @@ async def _is_blocked(settings: Settings) -> bool:
     except LOST as error:
         raise ConnectError(f"{connection.address}: connection lost ({words(error)})") from None
     finally:
-        connection.abort()
-        await connection.end(within=0)
-        await asyncio.gather(*tasks[1:], return_exceptions=True)
+        # A broker that reads on no further answers no close either.
+        await connection.end(within=0 if told.is_set() else CLOSE_TIMEOUT)
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _worker_refusals(connection: Connection, app: App) -> list[str]:
@@ -262,10 +270,7 @@ async def _channel(connection: Connection) -> AsyncIterator[Channel]:
 
 # --- over the management API --------------------------------------------------------------------
 
-_BY_MANAGEMENT: Final = (
-    "nodes and their alarms, majorities of quorum queues, clients of other kinds, deprecated "
-    "features, feature flags, the broker's clock"
-)
+_BY_MANAGEMENT: Final = "cluster, policies, clients, clock"
 
 
 async def _ask_management(facts: Facts, settings: Settings) -> None:
@@ -274,6 +279,11 @@ async def _ask_management(facts: Facts, settings: Settings) -> None:
         facts.unseen.append((_BY_MANAGEMENT, "RABBIT_TASKS_MANAGEMENT_URL is not set"))
         return
     vhost = management.vhost
+    try:
+        await management.get("whoami")  # what everybody may ask who may ask anything
+    except ManagementError as error:
+        facts.unseen.append((_BY_MANAGEMENT, str(error)))
+        return
 
     async def ask(about: str, *path: str) -> Any:
         try:

@@ -271,8 +271,8 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "no management API": (
         {"nodes": None, "quorums": None, "readers": None, "deprecated": None,
          "disabled_flags": None, "ahead": None,
-         "unseen": [("clock", "RABBIT_TASKS_MANAGEMENT_URL is not set")]},
-        "unseen", "management API", "not looked at: clock", "set RABBIT_TASKS_MANAGEMENT_URL=",
+         "unseen": [("cluster, clock", "RABBIT_TASKS_MANAGEMENT_URL is not set")]},
+        "unseen", "cluster, clock", "not looked at: RABBIT_TASKS_MANAGEMENT_URL is not set", "set RABBIT_TASKS_MANAGEMENT_URL=",
     ),
 }  # fmt: skip
 

@@ -1,0 +1,332 @@
+"""The doctor on a real broker: what is wrong there is found, and what is asked changes nothing."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import aio_pika
+import pytest
+import trustme
+
+from rabbit_tasks import App, Publisher, Settings
+from rabbit_tasks import broker as brokers
+from rabbit_tasks.broker import Connection
+from rabbit_tasks.declare import declare
+from rabbit_tasks.doctor import Row, diagnose, examination, examine, has_fault
+from rabbit_tasks.properties import Properties
+from tests.conftest import eventually
+from tests.support.brokers import Broker
+from tests.support.inprocess import Running
+from tests.support.post import Letter, Letters, Texts
+from tests.support.proxy import before
+from tests.support.queues import depth, take
+from tests.support.tls import tls_proxy
+
+app = App("post", [Letters(), Texts()])
+Declared = Callable[[App], Awaitable[None]]
+Run = Callable[[App], Awaitable[Running]]
+
+
+@pytest.fixture
+def seeing(settings: Settings, broker: Broker) -> Settings:
+    """With the management API, which tells more."""
+    return settings.changed(management_url=broker.management_url)
+
+
+async def nothing(_: object) -> None: ...
+
+
+async def rows_of(settings: Settings, app: App | None = app) -> list[Row]:
+    return diagnose(await examine(settings, app))
+
+
+def wrong(rows: list[Row]) -> list[tuple[str, str, str]]:
+    """What is neither well nor unseen, and what the broker of the test may have from others."""
+    others = ("deprecated features", "alarms", "feature flags")
+    return [
+        (row.state, row.about, row.says)
+        for row in rows
+        if row.state in ("warning", "fault") and row.about not in others
+    ]
+
+
+async def test_of_an_app_that_is_declared_nothing_is_wrong_and_all_is_looked_at(
+    seeing: Settings, declared: Declared, broker: Broker
+) -> None:
+    await declared(app)
+    rows = await rows_of(seeing)
+    assert wrong(rows) == []
+    assert [row for row in rows if row.state == "unseen"] == []
+    assert [row.says for row in rows if row.about == "version"] == [f"RabbitMQ {broker.version}"]
+    (heartbeat,) = [row for row in rows if row.about == "heartbeat"]
+    assert "10s (the broker's: 60s)" in heartbeat.says
+    (clock,) = [row for row in rows if row.about == "clock"]
+    assert "agree" in clock.says
+    seen = {row.about for row in rows}
+    assert {"cluster", "alarms", "feature flags", "permissions", "topology", "parked"} <= seen
+    assert ("deprecated features" in seen) == (broker.version >= "4")
+
+
+async def test_without_the_management_api_it_says_what_it_could_not_see_and_that_is_no_fault(
+    settings: Settings, declared: Declared
+) -> None:
+    await declared(app)
+    rows = await rows_of(settings)
+    assert wrong(rows) == []
+    (row,) = [row for row in rows if row.state == "unseen"]
+    assert row.says == "not looked at: RABBIT_TASKS_MANAGEMENT_URL is not set"
+    assert "cluster" in row.about
+    assert not has_fault(rows)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [("http://guest:wr0ng@{host}", "said 401"), ("http://127.0.0.1:1", "gave no answer")],
+)
+async def test_a_management_api_that_does_not_answer_is_no_fault_either_and_is_told_once(
+    path: str, says: str, settings: Settings, declared: Declared, broker: Broker
+) -> None:
+    await declared(app)
+    url = path.format(host=broker.management_url.partition("://")[2])
+    rows = await rows_of(settings.changed(management_url=url))
+    assert wrong(rows) == []
+    (row,) = [row for row in rows if row.state == "unseen"]
+    assert says in row.says
+    assert "wr0ng" not in str(rows)
+
+
+async def test_without_an_app_the_broker_is_looked_at_alone(seeing: Settings) -> None:
+    rows = await rows_of(seeing, None)
+    assert wrong(rows) == []
+    assert not {"topology", "permissions", "parked"} & {row.about for row in rows}
+    (row,) = [row for row in rows if row.state == "unseen"]
+    assert row.says == "not looked at: no app is named"
+
+
+async def test_what_is_not_declared_is_one_fault(seeing: Settings) -> None:
+    rows = await rows_of(seeing)
+    ((state, about, says),) = wrong(rows)
+    assert (state, about) == ("fault", "topology")
+    assert says.startswith("15 queues and exchanges of app post are missing: parking-lot, letters")
+    assert [row.remedy for row in rows if row.state == "fault"] == ["rabbit-tasks topology declare"]
+
+
+async def test_a_queue_of_the_wrong_type_is_a_fault_that_migrate_mends(
+    settings: Settings, connection: Connection
+) -> None:
+    channel = await connection.open()
+    await channel.queue_declare("letters", durable=True)
+    await declare(connection, App("others", [Texts()]).topology)
+    rows = await rows_of(settings)
+    (row,) = [row for row in rows if row.about == "queue type"]
+    assert row.state == "fault"
+    assert row.says == "letters: x-queue-type is classic, the app has quorum"
+    assert row.remedy == "rabbit-tasks topology migrate letters"
+
+
+async def test_parked_messages_and_those_that_nobody_takes_are_told_and_not_touched(
+    seeing: Settings, declared: Declared, connection: Connection, publisher: Publisher
+) -> None:
+    await declared(app)
+    ids = [await publisher.publish(Letters, Letter(to="anna")) for _ in range(3)]
+    await publisher.send("parking-lot", "texts", b"x", Properties.of(delivery_mode=2))
+    rows = await rows_of(seeing)
+    assert wrong(rows) == [
+        ("warning", "consumers", "letters: 3 messages wait and nobody consumes"),
+        ("warning", "parked", "texts: 1 messages wait for a person"),
+    ]
+    assert not has_fault(rows)
+    found = [await take(connection, "letters") for _ in ids]
+    assert [one.properties.text("message_id") for one in found if one] == ids
+    assert all(one and not one.properties.header("x-delivery-count") for one in found)
+    assert await depth(connection, "texts.parked") == 1
+
+
+async def test_workers_are_told_and_whoever_else_consumes_is_told_with_its_name(
+    seeing: Settings, run: Run, connection: Connection, url: str, broker: Broker, vhost: str
+) -> None:
+    await run(app)
+    await eventually(lambda: consumed(broker, vhost) == {"letters": 1, "texts": 1})
+    rows = await rows_of(seeing)
+    assert wrong(rows) == []
+    (row,) = [row for row in rows if row.about == "consumers"]
+    assert row.says == "1 on letters, 1 on texts"
+    channel = await connection.open()
+    await channel.basic_consume("letters.retry.1.100ms", nothing)
+    other = await aio_pika.connect(url, client_properties={"product": "pika"})
+    async with other:
+        there = await other.channel()
+        queue = await there.get_queue("letters", ensure=False)
+        await queue.consume(nothing)
+        await eventually(lambda: consumed(broker, vhost).get("letters") == 2)
+        await eventually(lambda: "pika" in products(broker, vhost))
+        thief, stranger = wrong(await rows_of(seeing))
+    assert thief[:2] == ("fault", "consumers")
+    assert thief[2].startswith("letters.retry.1.100ms: 1 consumer(s) take what waits")
+    assert stranger[:2] == ("warning", "consumers")
+    assert "letters: 1 consumer(s) that are not rabbit_tasks': pika, user guest" in stranger[2]
+
+
+def consumed(broker: Broker, vhost: str) -> Counter[str]:
+    """Consumers per queue, as the management API has them: some seconds late."""
+    rows = broker.api("GET", f"/consumers/{quote(vhost, safe='')}")
+    return Counter(row["queue"]["name"] for row in rows)
+
+
+def products(broker: Broker, vhost: str) -> set[str]:
+    rows = broker.api("GET", f"/vhosts/{quote(vhost, safe='')}/connections")
+    return {row.get("client_properties", {}).get("product") for row in rows}
+
+
+# --- permissions --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def limited(broker: Broker, vhost: str, url: str) -> Iterator[Callable[..., Settings]]:
+    """A user of its own with such permissions."""
+    name = f"doctor-{uuid.uuid4().hex[:8]}"
+    broker.create_user(name, "s3cret")
+
+    def allowed(**permissions: str) -> Settings:
+        broker.allow(vhost, name, **permissions)
+        return Settings(url=broker.url(vhost, name, "s3cret"), heartbeat=10)
+
+    yield allowed
+    broker.delete_user(name)
+
+
+@pytest.mark.parametrize(
+    ("permissions", "lacking"),
+    [
+        ({"read": "^letters$"}, ["queue 'texts'"]),
+        ({"write": "^parking-lot$"}, ["exchange 'amq.default'"]),
+        ({"write": "^amq.default$"}, ["exchange 'parking-lot'"]),
+        ({"read": "^$", "write": "^$"},
+         ["queue 'letters'", "queue 'texts'", "exchange 'amq.default'", "exchange 'parking-lot'"]),
+    ],
+)  # fmt: skip
+async def test_a_permission_that_a_worker_lacks_is_a_fault_with_the_command_that_gives_it(
+    permissions: dict[str, str],
+    lacking: list[str],
+    declared: Declared,
+    connection: Connection,
+    publisher: Publisher,
+    limited: Callable[..., Settings],
+    vhost: str,
+) -> None:
+    await declared(app)
+    sent = await publisher.publish(Letters, Letter(to="anna"))
+    settings = limited(**permissions)
+    rows = await rows_of(settings)
+    refused = [row for row in rows if row.about == "permissions"]
+    assert [row.state for row in refused] == ["fault"] * len(lacking)
+    for row, what in zip(refused, lacking, strict=True):
+        assert row.says.startswith("a worker may not: ")
+        assert f"access to {what} in vhost '{vhost}' refused" in row.says
+        assert row.remedy == (
+            f"rabbitmqctl set_permissions -p {vhost} {settings.addresses()[0].user} '.*' '.*' '.*'"
+        )
+    assert "s3cret" not in str(rows)
+    found = await take(connection, "letters")
+    assert found is not None
+    assert found.properties.text("message_id") == sent
+    assert not found.properties.header("x-delivery-count")
+
+
+async def test_a_user_that_may_read_and_write_alone_runs_workers_and_that_is_no_fault(
+    declared: Declared, limited: Callable[..., Settings]
+) -> None:
+    await declared(app)
+    rows = await rows_of(limited(configure="^$"))
+    assert wrong(rows) == []
+    (row,) = [row for row in rows if row.about == "arguments of the queues"]
+    assert row.state == "unseen"
+    assert "configure" in row.says or "refused" in row.says
+
+
+# --- the way there ------------------------------------------------------------------------------
+
+
+async def test_a_broker_that_cannot_be_reached_is_one_fault_with_the_reason() -> None:
+    rows = await rows_of(Settings(url="amqp://me:s3cret@127.0.0.1:1/"))
+    (row,) = [row for row in rows if row.state == "fault"]
+    assert row.about == "connection"
+    assert "127.0.0.1:1 cannot be reached" in row.says
+    assert "s3cret" not in str(rows)
+    assert {row.about for row in rows} == {"clients", "connection"}
+
+
+async def test_of_two_nodes_the_one_that_is_away_is_a_warning(url: str, declared: Declared) -> None:
+    await declared(app)
+    rows = await rows_of(Settings(url=f"amqp://guest:guest@127.0.0.1:1/,{url}", heartbeat=10))
+    ((state, about, says),) = wrong(rows)
+    assert (state, about) == ("warning", "connection")
+    assert "127.0.0.1:1 cannot be reached" in says
+
+
+async def test_a_broker_that_says_nothing_ends_within_the_time_to_connect(
+    settings: Settings, broker: Broker, vhost: str
+) -> None:
+    async with before(broker.host, broker.port) as between:
+        between.hold()
+        since = time.monotonic()
+        rows = await rows_of(at(broker, vhost, between.port).changed(connect_timeout=0.5))
+        assert time.monotonic() - since < 5
+        between.release()
+    (row,) = [row for row in rows if row.state == "fault"]
+    assert "did not answer within" in row.says
+
+
+async def test_a_broker_that_falls_silent_amid_the_questions_is_asked_no_further(
+    declared: Declared, broker: Broker, vhost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await declared(app)
+    limit = 0.5
+    for module in (brokers, examination):
+        monkeypatch.setattr(module, "RPC_TIMEOUT", limit)
+    async with before(broker.host, broker.port) as between:
+        asked = examination._held  # noqa: SLF001
+
+        async def held(*arguments: Any) -> Any:
+            between.hold()
+            return await asked(*arguments)
+
+        monkeypatch.setattr(examination, "_held", held)
+        since = time.monotonic()
+        rows = await rows_of(at(broker, vhost, between.port))
+        assert time.monotonic() - since < 10
+        between.release()
+    (row,) = [row for row in rows if row.state == "fault"]
+    assert row.about == "connection"
+    assert "asked no further" in row.says
+    assert f"did not answer within {limit:g} s" in row.says
+    assert "permissions" in {row.about for row in rows}
+
+
+def at(broker: Broker, vhost: str, port: int) -> Settings:
+    return Settings(url=broker.url(vhost).replace(f":{broker.port}/", f":{port}/"), heartbeat=10)
+
+
+async def test_with_tls_it_reads_when_the_certificate_expires(
+    broker: Broker, vhost: str, tmp_path: Path
+) -> None:
+    authority = trustme.CA()
+    ca = tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(str(ca))
+    async with tls_proxy(broker, authority) as port:
+        url = at(broker, vhost, port).url.replace("amqp://", "amqps://")
+        url = url.replace("127.0.0.1", "localhost")
+        facts = await examine(Settings(url=url, tls_ca=ca))
+    (listener,) = facts.listeners
+    assert listener.failure is None
+    assert listener.certificate_until is not None
+    assert listener.certificate_until > facts.now
+    (row,) = [row for row in diagnose(facts) if row.about == "TLS"]
+    assert row.state == "ok"
+    assert f"expires on {listener.certificate_until:%Y-%m-%d}" in row.says
