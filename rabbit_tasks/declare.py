@@ -21,7 +21,7 @@ import aiormq.exceptions as amqp
 from aiormq.channel import Channel
 
 from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, words
-from rabbit_tasks.errors import ConnectError, TopologyError
+from rabbit_tasks.errors import ConnectError, Forbidden, TopologyError
 from rabbit_tasks.topology import Arguments, Binding, Exchange, Queue, Topology
 
 COMMAND: Final = "rabbit-tasks topology declare"
@@ -64,11 +64,16 @@ async def check(connection: Connection, topology: Topology) -> list[Difference]:
     is missing that the comparison needs (configure on the queue).
     """
     found: list[Difference] = []
-    for exchange in topology.exchanges:
-        found += await _compare_exchange(connection, exchange)
-    for queue in topology.queues:
-        found += await _compare_queue(connection, queue)
+    for part in topology.parts:
+        found += await compare(connection, part)
     return found
+
+
+async def compare(connection: Connection, part: Exchange | Queue) -> list[Difference]:
+    """How the broker has this one differently; as `check`. Forbidden without configure on it."""
+    if isinstance(part, Exchange):
+        return await _compare_exchange(connection, part)
+    return await _compare_queue(connection, part)
 
 
 async def declare(connection: Connection, topology: Topology) -> list[str]:
@@ -83,13 +88,12 @@ async def declare(connection: Connection, topology: Topology) -> list[str]:
         raise TopologyError("\n".join(str(d) for d in different))
     absent = {d.name for d in differences}
     queues = [queue for queue in topology.queues if queue.name in absent]
-    for queue in queues:
-        await _may_create(connection, queue)
-    for binding in topology.bindings:
-        await _may_bind(connection, binding)
-    for exchange in topology.exchanges:
-        if exchange.name in absent:
-            await _create(connection, exchange.name, partial(_declare_exchange, exchange=exchange))
+    exchanges = [exchange for exchange in topology.exchanges if exchange.name in absent]
+    parts: list[Exchange | Queue | Binding] = [*exchanges, *queues, *topology.bindings]
+    for part in parts:
+        await may_make(connection, part)
+    for exchange in exchanges:
+        await _create(connection, exchange.name, partial(_declare_exchange, exchange=exchange))
     for queue in queues:
         await _create(connection, queue.name, partial(_declare_queue, queue=queue))
     for binding in topology.bindings:
@@ -104,8 +108,46 @@ async def missing(connection: Connection, topology: Topology) -> list[str]:
         *((q.name, partial(_look_for_queue, name=q.name)) for q in topology.queues),
     ]
     # All on one channel: every worker begins with this, and one that replaces a dead one in a hurry.
-    async with _Questions(connection) as questions:
+    async with Questions(connection) as questions:
         return [name for name, look in looks if not await _exists(questions, name, look)]
+
+
+async def may_make(connection: Connection, part: Exchange | Queue | Binding) -> None:
+    """Have the broker check our permissions for one that is not there, and make nothing.
+
+    Forbidden, and what else `declare` raises. (It looks at them before it looks at anything else,
+    from 3.10 to 4.3: so each is asked for with something that it refuses afterwards.)
+    """
+    if isinstance(part, Binding):
+        # Taking away a binding that never was changes nothing and needs the same permissions.
+        probe = replace(part, key=f"permission probe {uuid.uuid4().hex}")
+        with suppress(amqp.ChannelNotFoundEntity):
+            await _do(connection, part.queue, partial(_unbind, binding=probe))
+    elif isinstance(part, Queue):
+        queue = replace(part, arguments={**part.arguments, "x-queue-type": "none"})
+        await _refusal(connection, part.name, partial(_declare_queue, queue=queue))
+    else:
+        await _refusal(connection, part.name, partial(_declare_nothing, name=part.name))
+
+
+async def look(connection: Connection, name: str) -> tuple[int, int] | None:
+    """Messages that are ready in a queue, and its consumers; None where there is no such queue.
+
+    Neither messages in somebody's hands nor dead letters that are on their way are among them.
+    """
+    found: tuple[int, int] | None = None
+
+    async def ask(channel: Channel) -> None:
+        nonlocal found
+        answer = await channel.queue_declare(name, passive=True, timeout=RPC_TIMEOUT)
+        found = answer.message_count or 0, answer.consumer_count or 0
+
+    async with Questions(connection) as questions:
+        try:
+            await questions.ask(name, ask)
+        except amqp.ChannelNotFoundEntity:
+            return None
+    return found
 
 
 # --- one object ---------------------------------------------------------------------------------
@@ -175,26 +217,6 @@ def _missing(name: str) -> Difference:
     return Difference(name, "missing", "", "", f"create it: {COMMAND}")
 
 
-async def _may_create(connection: Connection, queue: Queue) -> None:
-    """Have the broker check our permissions for a queue without creating it.
-
-    It looks at them before it looks at the queue's type (3.10 to 4.3).
-    """
-    probe = replace(queue, arguments={**queue.arguments, "x-queue-type": "none"})
-    await _refusal(connection, queue.name, partial(_declare_queue, queue=probe))
-
-
-async def _may_bind(connection: Connection, binding: Binding) -> None:
-    """Have the broker check our permissions for a binding without making it.
-
-    Taking away a binding that never was changes nothing and needs the same permissions, which are
-    looked at before it looks for the queue and the exchange (3.10 to 4.3).
-    """
-    probe = replace(binding, key=f"permission probe {uuid.uuid4().hex}")
-    with suppress(amqp.ChannelNotFoundEntity):
-        await _do(connection, binding.queue, partial(_unbind, binding=probe))
-
-
 async def _declare_queue(channel: Channel, queue: Queue) -> None:
     await channel.queue_declare(
         queue.name, durable=True, arguments=queue.arguments, timeout=RPC_TIMEOUT
@@ -205,6 +227,14 @@ async def _declare_exchange(channel: Channel, exchange: Exchange) -> None:
     await channel.exchange_declare(
         exchange.name, exchange_type=exchange.type, durable=True, timeout=RPC_TIMEOUT
     )
+
+
+async def _declare_nothing(channel: Channel, name: str) -> None:
+    """Refused for its argument by whoever may make an exchange of this name."""
+    await channel.exchange_declare(
+        name, exchange_type="direct", durable=True, arguments={"alternate-exchange": 0},
+        timeout=RPC_TIMEOUT,
+    )  # fmt: skip
 
 
 async def _bind(channel: Channel, binding: Binding) -> None:
@@ -228,12 +258,12 @@ async def _look_for_exchange(channel: Channel, name: str) -> None:
 
 
 async def _queue_exists(connection: Connection, name: str) -> bool:
-    async with _Questions(connection) as questions:
+    async with Questions(connection) as questions:
         return await _exists(questions, name, partial(_look_for_queue, name=name))
 
 
 async def _exchange_exists(connection: Connection, name: str) -> bool:
-    async with _Questions(connection) as questions:
+    async with Questions(connection) as questions:
         return await _exists(questions, name, partial(_look_for_exchange, name=name))
 
 
@@ -242,12 +272,16 @@ async def _exchange_exists(connection: Connection, name: str) -> bool:
 Call = Callable[[Channel], Awaitable[None]]
 
 
-class _Questions:
+class Questions:
     """Questions to the broker, on one channel for as long as the answer is not "no", which closes it:
-    then the next one is asked on another."""
+    then the next one is asked on another.
 
-    def __init__(self, connection: Connection) -> None:
+    confirms    so that it answers a publish as well
+    """
+
+    def __init__(self, connection: Connection, *, confirms: bool = False) -> None:
         self._connection = connection
+        self._confirms = confirms
         self._channel: Channel | None = None
 
     async def __aenter__(self) -> Self:
@@ -259,15 +293,17 @@ class _Questions:
                 await self._channel.close(timeout=RPC_TIMEOUT)
 
     async def ask(self, name: str, call: Call) -> None:
-        """TopologyError where the broker says no, in its own words and with the next step."""
+        """Forbidden where our user may not, in the broker's own words and with the next step;
+        ConnectError where it does not answer. Any other "no" is the client library's exception."""
         connection = self._connection
         try:
             if self._channel is None or self._channel.is_closed:
-                self._channel = await connection.open()
+                self._channel = await connection.open(confirms=self._confirms)
             await call(self._channel)
         except amqp.ChannelAccessRefused as error:
-            raise TopologyError(
-                f"{name}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
+            raise Forbidden(
+                f"{name}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}",
+                words(error),
             ) from None
         except TimeoutError:
             raise ConnectError(
@@ -285,7 +321,7 @@ class _Questions:
 
 async def _do(connection: Connection, name: str, call: Call) -> None:
     """One question, on a channel of its own."""
-    async with _Questions(connection) as questions:
+    async with Questions(connection) as questions:
         await questions.ask(name, call)
 
 
@@ -299,7 +335,7 @@ async def _create(connection: Connection, name: str, call: Call) -> None:
         ) from None
 
 
-async def _exists(questions: _Questions, name: str, look: Call) -> bool:
+async def _exists(questions: Questions, name: str, look: Call) -> bool:
     try:
         await questions.ask(name, look)
     except amqp.ChannelNotFoundEntity:

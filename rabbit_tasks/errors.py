@@ -4,6 +4,7 @@ RabbitTasksError
 ├── ConfigurationError      a class, an app or a setting that cannot work
 ├── ConnectError            no session with the broker
 ├── TopologyError           the broker lacks what the app needs, or has it differently
+│   └── Forbidden           … our user may not do that
 ├── PublishError            the broker did not take a message
 │   ├── Unroutable          … no queue for it
 │   ├── Refused             … it said no
@@ -39,6 +40,14 @@ class ConnectError(RabbitTasksError):
 
 class TopologyError(RabbitTasksError):
     """The broker's queues, exchanges or bindings are not those of the app."""
+
+
+class Forbidden(TopologyError):
+    """Our user lacks a permission; `said` is the broker's own sentence."""
+
+    def __init__(self, text: str, said: str) -> None:
+        super().__init__(text)
+        self.said = said
 
 
 class PublishError(RabbitTasksError):

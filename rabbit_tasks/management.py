@@ -35,7 +35,8 @@ class Management:
         self.vhost = address.vhost
         parts = urlsplit(url)
         self.host = parts.netloc.rpartition("@")[2]
-        self._root = f"{parts.scheme}://{self.host}{parts.path.rstrip('/')}/api"
+        self.url = f"{parts.scheme}://{self.host}{parts.path.rstrip('/')}/api"
+        """Where the paths begin; without the login."""
         user, password = settings.management_login()
         login = base64.b64encode(f"{user}:{password}".encode()).decode()
         self.ahead: timedelta | None = None
@@ -68,7 +69,7 @@ class Management:
         return found
 
     def _get(self, path: str) -> Any:
-        request = urllib.request.Request(f"{self._root}/{path}", headers=self._headers)
+        request = urllib.request.Request(f"{self.url}/{path}", headers=self._headers)
         ways: list[urllib.request.BaseHandler] = [_NoRedirect()]
         if (tls := self._tls()) is not None:
             ways.append(urllib.request.HTTPSHandler(context=tls))
@@ -102,7 +103,7 @@ class Management:
         return f"the management API at {self.host} (RABBIT_TASKS_MANAGEMENT_URL), asked for {path},"
 
     def _tls(self) -> ssl.SSLContext | None:
-        return self._settings.tls() if self._root.startswith("https:") else None
+        return self._settings.tls() if self.url.startswith("https:") else None
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

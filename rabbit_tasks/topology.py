@@ -97,6 +97,11 @@ class Topology:
         return json.dumps(content, indent=2, sort_keys=True) + "\n"
 
     @property
+    def parts(self) -> tuple[Exchange | Queue, ...]:
+        """Exchanges and queues, in the order in which they can be made."""
+        return (*self.exchanges, *self.queues)
+
+    @property
     def digest(self) -> str:
         """12 hexadecimal digits: the same for the same definitions, and for no others."""
         return hashlib.sha256(self.definitions().encode()).hexdigest()[:12]

@@ -1,10 +1,11 @@
-"""`rabbit-tasks topology`: show, export, declare, check."""
+"""`rabbit-tasks topology`: show, export, declare, check, plan."""
 
 from __future__ import annotations
 
 import difflib
 import json
 import shlex
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,9 +14,13 @@ import typer
 
 from rabbit_tasks.app import App, find_app
 from rabbit_tasks.cli import cli, run, settings_of, tell
+from rabbit_tasks.errors import ConfigurationError
+from rabbit_tasks.text import escaped
 
 if TYPE_CHECKING:
     from rabbit_tasks.declare import Difference
+    from rabbit_tasks.plan import Step
+    from rabbit_tasks.pruning import Pruned
     from rabbit_tasks.settings import Settings
 
 topology = typer.Typer(help="The queues and exchanges of the app.", no_args_is_help=True)
@@ -158,13 +163,35 @@ def _write(path: Path, text: str, given: list[str], *, check: bool) -> None:
 
 
 @topology.command("declare")
-def declare_command(context: typer.Context) -> None:
+def declare_command(
+    context: typer.Context,
+    prune: Annotated[
+        bool,
+        typer.Option(
+            "--prune",
+            help="And remove retry queues of older policies that are empty, when no worker is left "
+            "that publishes there (asks the management API).",
+        ),
+    ] = False,
+) -> None:
     """Create what is missing on the broker; change nothing that is there."""
     app = find_app(context.obj.app)
-    created = run(_declare(app, settings_of(context)))
+    settings = settings_of(context)
+    if prune and not settings.management_url:
+        from rabbit_tasks.pruning import NEEDS
+
+        raise ConfigurationError(NEEDS)
+    created = run(_declare(app, settings))
     for name in created:
         typer.echo(f"created {name}")
     tell(_summary(app) + (f": {len(created)} created" if created else ": all there already"))
+    if prune:
+        pruned = run(_prune(app, settings))
+        for one in pruned:
+            what = f"kept {one.name}: {one.kept}" if one.kept else f"removed {one.name}"
+            typer.echo(escaped(what))
+        if not pruned:
+            tell("no retry queue of an older policy is left")
 
 
 @topology.command("check")
@@ -183,6 +210,37 @@ def check_command(context: typer.Context, as_json: Json = False) -> None:
     )
 
 
+@topology.command("plan")
+def plan_command(
+    context: typer.Context,
+    file: Annotated[
+        Path | None, typer.Option(help="The lock file.", show_default="topology/<app>.json")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, one object per line.")] = False,
+) -> None:
+    """Say what declare would do, and what stands in the way: exit 1 where there is anything to do.
+
+    Changes nothing. Bindings, policies and limits are told by the management API
+    (RABBIT_TASKS_MANAGEMENT_URL).
+    """
+    app = find_app(context.obj.app)
+    path = file or Path("topology") / f"{app.name}.json"
+    if file and not file.is_file():
+        raise typer.BadParameter(f"there is no {file}")
+    exported = path.read_text(errors="replace") if path.is_file() else None
+    steps = run(_plan(app, settings_of(context), exported))
+    for step in steps:
+        if as_json:
+            typer.echo(json.dumps(asdict(step)))
+        elif step.what != "keep":
+            line = f"{step.what:<10}  {step.name}  {step.says}"
+            typer.echo(escaped(line + (f"; {step.remedy}" if step.remedy else "")))
+    counts = Counter(step.what for step in steps)
+    tell(f"{app.name}: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
+    if any(step.is_due for step in steps):
+        raise typer.Exit(1)
+
+
 def _summary(app: App) -> str:
     found = app.topology
     return f"{len(found.queues)} queues and {len(found.exchanges)} exchange of app {app.name}"
@@ -196,6 +254,16 @@ async def _declare(app: App, settings: Settings) -> list[str]:
         return await declare(connection, app.topology)
 
 
+async def _prune(app: App, settings: Settings) -> list[Pruned]:
+    from rabbit_tasks.pruning import prune
+
+    def told(names: list[str]) -> None:
+        many = f"{len(names)} retry queue{'s' if len(names) != 1 else ''} of older policies"
+        tell(f"{many} to remove; waiting for figures of what is on its way out, about 10 s")
+
+    return await prune(settings, app, told=told)
+
+
 async def _check(app: App, settings: Settings) -> tuple[list[Difference], list[str]]:
     """What differs; and what this version of the broker does to handlers that take long."""
     from rabbit_tasks.broker import connected
@@ -205,3 +273,12 @@ async def _check(app: App, settings: Settings) -> tuple[list[Difference], list[s
     async with connected(settings, "topology check") as connection:
         told = [warning_of(connection.server_version, type(one)) for one in app.consumers]
         return await check(connection, app.topology), [text for text in told if text]
+
+
+async def _plan(app: App, settings: Settings, exported: str | None) -> list[Step]:
+    from rabbit_tasks.broker import connected
+    from rabbit_tasks.management import Management
+    from rabbit_tasks.plan import plan
+
+    async with connected(settings, "topology plan") as connection:
+        return await plan(connection, app.topology, Management.of(settings), exported=exported)

@@ -18,13 +18,13 @@ FLOORS = [
     {"cli", "demo", "__main__"},
     {"chaos"},
     {"rabbit_tasks"},  # the public names
-    {"doctor"},
-    {"worker", "testing", "supervisor"},
+    {"doctor", "pruning"},
+    {"worker", "testing", "supervisor", "plan"},
     {"delivery", "parking", "declare", "watchdog", "deadline"},
     {"handler", "isolation", "broker", "repeats", "management"},
     {"frames", "process"},
     # ----- nothing below imports aio_pika -----
-    {"app", "drawing", "exports"},
+    {"app", "policies", "drawing", "exports"},
     {"topology", "observer", "history", "timeouts"},
     {"consumer", "settings"},
     {"retry", "message", "fingerprint"},
@@ -32,7 +32,7 @@ FLOORS = [
 ]
 PURE = {"errors", "message", "properties", "durations", "retry", "consumer", "topology", "settings",
         "observer", "app", "history", "text", "timeouts", "fingerprint",
-        "drawing", "exports"}  # fmt: skip
+        "drawing", "exports", "policies"}  # fmt: skip
 AMQP = {"aio_pika", "aiormq", "pamqp"}
 TYPER = {"typer", "rich", "click"}
 

@@ -1,0 +1,159 @@
+"""What the broker's policies change in queues of ours.
+
+Pure: a queue and a policy's definition in, sentences out. A policy stands beside a queue's own
+arguments. Of numbers the smaller one counts; a dead-letter exchange, key or strategy counts as the
+argument says; `overflow` counts as the policy says (3.10 to 4.3).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final, Literal, Self
+
+from rabbit_tasks.durations import duration_text
+from rabbit_tasks.retry import MILLISECOND
+from rabbit_tasks.topology import Queue
+
+_NOT_FOR_QUORUM: Final = frozenset(
+    {"max-priority", "queue-mode", "ha-mode", "ha-params", "ha-sync-mode", "ha-promote-on-shutdown",
+     "ha-promote-on-failure", "queue-master-locator", "max-age", "stream-max-segment-size-bytes",
+     "initial-cluster-size"}
+)  # fmt: skip
+"""One of these in a policy, and none of it applies to a quorum queue (3.10 to 4.3)."""
+
+_CONSUMER_TIMEOUT: Final = timedelta(minutes=30) // MILLISECOND
+"""What the broker comes with."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy of a virtual host, or an operator policy."""
+
+    name: str
+    pattern: str
+    apply_to: str
+    priority: float
+    definition: Mapping[str, Any] = field(hash=False)
+    is_operators: bool = False
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], *, is_operators: bool = False) -> Self:
+        """As the management API tells it."""
+        return cls(
+            name=str(row.get("name", "")),
+            pattern=str(row.get("pattern", "")),
+            apply_to=str(row.get("apply-to", "all")),
+            priority=row["priority"] if isinstance(row.get("priority"), int | float) else 0,
+            definition=row["definition"] if isinstance(row.get("definition"), dict) else {},
+            is_operators=is_operators,
+        )
+
+    @property
+    def kind(self) -> str:
+        return "operator policy" if self.is_operators else "policy"
+
+    def applies_to(self, name: str, kind: Literal["quorum queue", "exchange"]) -> bool:
+        """Whether it could apply to a queue or an exchange of ours; a pattern that cannot be read
+        here (the broker has a few forms that Python has not) may apply to any."""
+        if kind == "exchange":
+            if self.apply_to not in ("all", "exchanges"):
+                return False
+        elif self.apply_to not in ("all", "queues", "quorum_queues") or (
+            _NOT_FOR_QUORUM & set(self.definition)
+        ):
+            return False
+        try:
+            return re.search(self.pattern, name) is not None
+        except re.error:
+            return True
+
+
+def applying(
+    policies: Iterable[Policy], name: str, kind: Literal["quorum queue", "exchange"]
+) -> Policy | None:
+    """The one policy that applies: policies do not add up, the highest priority wins."""
+    found = [one for one in policies if one.applies_to(name, kind)]
+    return max(found, key=lambda one: one.priority, default=None)
+
+
+def changes(queue: Queue, definition: Mapping[str, Any]) -> list[str]:
+    """What a policy of this definition makes of a queue of ours, in words that follow its name."""
+    numbers = {
+        key: value
+        for key, value in definition.items()
+        if isinstance(value, int) and not isinstance(value, bool)
+    }
+    found = [
+        *_by_time(queue, numbers),
+        *_by_length(queue, numbers, definition.get("overflow")),
+        *_by_delivery(queue, numbers, definition.get("delayed-retry-type")),
+    ]
+    overflow = definition.get("overflow", "reject-publish")
+    if queue.role != "parked" and overflow != "reject-publish":
+        found.append(
+            f"its dead letters are moved at most once and may be lost (overflow: {overflow})"
+        )
+    return found
+
+
+def _by_time(queue: Queue, numbers: Mapping[str, int]) -> Iterable[str]:
+    ttl = numbers.get("message-ttl")
+    if ttl is not None:
+        own = queue.arguments.get("x-message-ttl")
+        told = f"{_time(ttl)} (message-ttl: {ttl})"
+        if queue.role == "main":
+            yield f"messages that wait there for {told} are parked without being handled"
+        elif queue.role == "parked":
+            yield f"parked messages are lost after {told}"
+        elif isinstance(own, int) and ttl < own:
+            yield f"messages wait there for {told}, less than it was declared with"
+    if (expires := numbers.get("expires")) is not None:
+        told = f"{_time(expires)} (expires: {expires})"
+        yield f"it is deleted with its messages when nobody uses it for {told}"
+
+
+def _by_length(queue: Queue, numbers: Mapping[str, int], overflow: object) -> Iterable[str]:
+    for key, unit in (("max-length", "messages"), ("max-length-bytes", "bytes")):
+        if (most := numbers.get(key)) is None:
+            continue
+        full = f"beyond {most} {unit} ({key})"
+        if queue.role == "parked" and overflow not in ("reject-publish", "reject-publish-dlx"):
+            yield f"{full} the oldest parked messages are lost"
+        elif queue.role == "parked":
+            yield f"{full} nothing more can be parked: workers keep it in their hands"
+        elif overflow in (None, "reject-publish"):
+            yield f"{full} it refuses what is published, retries and replays as well"
+        else:
+            yield f"{full} it drops messages"
+
+
+def _by_delivery(queue: Queue, numbers: Mapping[str, int], delayed: object) -> Iterable[str]:
+    limit, own = numbers.get("delivery-limit"), queue.arguments.get("x-delivery-limit")
+    if limit is not None and isinstance(own, int) and 0 <= limit < own:
+        if queue.role == "parked":
+            yield f"a parked message is lost after {limit + 1} looks at it (delivery-limit: {limit})"
+        else:
+            yield (
+                f"a message is parked after {limit + 1} deliveries instead of {own + 1} "
+                f"(delivery-limit: {limit})"
+            )
+    taken = numbers.get("consumer-timeout")
+    allowed = queue.arguments.get("x-consumer-timeout", _CONSUMER_TIMEOUT)
+    if queue.role == "main" and taken is not None and taken < allowed:
+        yield (
+            f"what a handler has not done within {_time(taken)} instead of {_time(allowed)} is "
+            f"delivered again (consumer-timeout: {taken})"
+        )
+    wait = numbers.get("delayed-retry-min", 0)
+    if queue.role in ("main", "parked") and delayed in ("all", "failed", "returned") and wait:
+        yield (
+            f"what is put back into it is hidden for {_time(wait)} and more "
+            f"(delayed-retry-min: {wait})"
+        )
+
+
+def _time(milliseconds: int) -> str:
+    return duration_text(milliseconds * MILLISECOND)
