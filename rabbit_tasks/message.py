@@ -23,13 +23,15 @@ PARKED_REASON: Final = "x-parked-reason"
 PARKED_AT: Final = "x-parked-at"
 REPLAYED: Final = "x-replayed"
 """A table of count and when: how often the message was replayed, and the last time."""
+MIGRATING: Final = "x-migrating"
+"""A table of expiration and user_id: what a message had before its queue is migrated, while it waits."""
 CRASHES: Final = "x-crashes"
 """A table of count, worker and when: how many workers died with the message in their hands since it
 last had an outcome, and which worker is the last that is known to have had it, when."""
 
 OURS: Final = frozenset(
     {RETRY_COUNT, ORIGIN_QUEUE, ERROR_TYPE, ERROR_MESSAGE, ERROR_STACK, ERROR_FINGERPRINT,
-     ATTEMPTS, PARKED_REASON, PARKED_AT, REPLAYED, CRASHES}
+     ATTEMPTS, PARKED_REASON, PARKED_AT, REPLAYED, MIGRATING, CRASHES}
 )  # fmt: skip
 
 # The broker's: read for display and for the crash count, never for the attempt number.

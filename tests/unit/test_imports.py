@@ -19,8 +19,8 @@ FLOORS = [
     {"chaos"},
     {"rabbit_tasks"},  # the public names
     {"doctor", "pruning"},
-    {"worker", "testing", "supervisor", "plan"},
-    {"delivery", "parking", "declare", "watchdog", "deadline"},
+    {"worker", "testing", "supervisor", "plan", "migration"},
+    {"delivery", "parking", "declare", "pour", "watchdog", "deadline"},
     {"handler", "isolation", "broker", "repeats", "management"},
     {"frames", "process"},
     # ----- nothing below imports aio_pika -----
