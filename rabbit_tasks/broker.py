@@ -30,7 +30,7 @@ from aiormq.connection import Connection as Transport
 from rabbit_tasks import consumer as consumers
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.errors import ConnectError, PublishError, Refused, Unconfirmed, Unroutable
-from rabbit_tasks.frames import RawProperties, Wire, mark
+from rabbit_tasks.frames import RawProperties, Tap, Wire, mark
 from rabbit_tasks.message import OURS, is_brokers
 from rabbit_tasks.properties import FRAME_OVERHEAD, Properties
 from rabbit_tasks.settings import PREFIX, Address, Settings
@@ -85,6 +85,7 @@ class Connection(aio_pika.Connection):
     def __init__(self, *args: Any, ip: str | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.address: Address | None = None
+        self.settings: Settings | None = None
         self.on_blocked: Callable[[bool], None] = lambda _: None
         self._blocked_at: float | None = None
         self._factory = RawProperties(ip)
@@ -198,6 +199,20 @@ class Connection(aio_pika.Connection):
             await _passes()
             closing.cancel()
 
+    async def another(self, purpose: str) -> Connection:
+        """One more connection, made as this one was: for what must not hold this one up."""
+        assert self.settings is not None
+        return await connect(self.settings, purpose)
+
+    def hold(self, *, held: bool) -> None:
+        """Read nothing more, or go on. Deliveries then wait in the socket and on the broker; so does
+        every answer of it, but heartbeats go on."""
+        self._factory.hold(held=held)
+
+    def tap(self, channel: Channel, tap: Tap) -> None:
+        """Have the frames of a channel offered to somebody else before the client library."""
+        self._factory.taps[channel.number.to_bytes(2, "big")] = tap
+
     def abort(self) -> None:
         """Drop the socket: whoever waits for the broker is told at once that it is gone."""
         self._factory.abort()
@@ -300,6 +315,7 @@ async def _connect(
         ip=ip,
     )  # fmt: skip
     connection.address = address
+    connection.settings = settings
     handshake = asyncio.create_task(connection.connect())
     handshake.add_done_callback(_seen)
     is_in = False

@@ -38,6 +38,8 @@ class RawProperties(TransportFactory):
         self._reader: _FrameReader | None = None
         self.on_blocked: Callable[[str | None], None] = lambda _: None
         """Called with the broker's reason when it holds publishers back, with None when it ends."""
+        self.taps: dict[bytes, Tap] = {}
+        """Who takes the frames of a channel, by its number's two bytes."""
 
     @property
     def close_reason(self) -> tuple[int, str] | None:
@@ -77,13 +79,26 @@ class RawProperties(TransportFactory):
         self._writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         return reader, self._writer
 
+    def hold(self, *, held: bool) -> None:
+        """Read nothing more from the socket, or go on: what the broker sends waits there meanwhile,
+        answers to questions as well. Neither side takes the other for dead."""
+        if self._reader is not None:
+            self._reader.hold(held=held)
+
     def abort(self) -> None:
         """Drop the socket: whoever waits for something on it is told so at once."""
         if self._writer is not None:
             self._writer.transport.abort()
 
 
-_METHOD, _HEADER = 1, 2
+METHOD, HEADER, BODY = 1, 2, 3
+Tap = Callable[[int, bytes], bool]
+"""Called with a frame's type and payload (and its end mark); whether the library is to miss it."""
+
+_HEARTBEAT: Final = b"\x08\x00\x00\x00\x00\x00\x00\xce"
+_STILL: Final = 1.0
+"""Seconds. The library drops a connection on which it has read nothing for three heartbeats, and the
+shortest is a second."""
 _RETURN: Final = b"\x00\x3c\x00\x32"
 _TUNE: Final = b"\x00\x0a\x00\x1e"
 _CLOSE: Final = b"\x00\x0a\x00\x32"
@@ -109,6 +124,14 @@ class _FrameReader(asyncio.StreamReader):
         self._frame = b""
         self._at = 0
         self._returned: set[bytes] = set()
+        self._goes_on = asyncio.Event()
+        self._goes_on.set()
+
+    def hold(self, *, held: bool) -> None:
+        if held:
+            self._goes_on.clear()
+        else:
+            self._goes_on.set()
 
     async def readexactly(self, n: int) -> bytes:
         if self._at == len(self._frame):
@@ -119,22 +142,27 @@ class _FrameReader(asyncio.StreamReader):
         return self._frame[start : self._at]
 
     async def _next(self) -> bytes:
-        head = await super().readexactly(7)
-        if head[0] > 8:  # not AMQP 0-9-1: the library says so by the first bytes
+        if not self._goes_on.is_set():
+            try:
+                async with asyncio.timeout(_STILL):
+                    await self._goes_on.wait()
+            except TimeoutError:
+                return _HEARTBEAT  # as if the broker had sent one: it may have, behind the rest
+        head, rest = await self._frame_of_theirs()
+        if not rest:
             return head
-        rest = await super().readexactly(int.from_bytes(head[3:], "big") + 1)
-        if head[0] == _METHOD and rest[:4] == _RETURN:
+        if head[0] == METHOD and rest[:4] == _RETURN:
             self._returned.add(head[1:3])
-        if head[0] == _METHOD and rest[:4] == _TUNE:
+        if head[0] == METHOD and rest[:4] == _TUNE:
             # The library writes our own figure over it.
             self.asked_heartbeat = int.from_bytes(rest[10:12], "big")
-        if head[0] == _METHOD and rest[:4] == _CLOSE:
+        if head[0] == METHOD and rest[:4] == _CLOSE:
             # The library loses this text when it waits for another frame, as for Open-Ok.
             self.close_reason = (int.from_bytes(rest[4:6], "big"), _short_text(rest[6:]))
-        if head[0] == _METHOD and rest[:4] in (_BLOCKED, _UNBLOCKED):
+        if head[0] == METHOD and rest[:4] in (_BLOCKED, _UNBLOCKED):
             blocked = rest[:4] == _BLOCKED
             self._factory.on_blocked(_short_text(rest[4:]) if blocked else None)
-        if head[0] != _HEADER:
+        if head[0] != HEADER:
             return head + rest
         raw = rest[12:-1]
         table = b"\0x" + len(raw).to_bytes(4, "big") + raw
@@ -146,6 +174,21 @@ class _FrameReader(asyncio.StreamReader):
             flags, fields = _HEADERS_AND_ID, fields + bytes([len(found)]) + found
         payload = rest[:12] + flags + fields
         return head[:3] + len(payload).to_bytes(4, "big") + payload + rest[-1:]
+
+    async def _frame_of_theirs(self) -> tuple[bytes, bytes]:
+        """The next frame that nobody else takes: its head, and its payload with the end mark."""
+        since = asyncio.get_running_loop().time()
+        while True:
+            head = await super().readexactly(7)
+            if head[0] > 8:  # not AMQP 0-9-1: the library says so by the first bytes
+                return head, b""
+            rest = await super().readexactly(int.from_bytes(head[3:], "big") + 1)
+            tap = self._factory.taps.get(head[1:3])
+            if tap is None or not tap(head[0], rest):
+                return head, rest
+            # The broker sends no heartbeats beside what it sends otherwise.
+            if asyncio.get_running_loop().time() - since > _STILL:
+                return _HEARTBEAT, b""
 
 
 def _short_text(raw: bytes) -> str:

@@ -2,14 +2,22 @@
 
 Looking must not reorder. A quorum queue puts what is returned to it behind everything that was
 returned before, and in front of what was never taken (3.10 to 4.3): so a look takes all that is
-there, on one consumer, and gives it back whole by closing the channel; then the order is as it was.
-(`basic.get` would not do: each get is a consumer of its own, and they come back in any order.)
-The broker hands all of it to the consumer in one step, so a look that is killed gives it back whole
-as well. Two looks at once would each get a part and mix them up for good: the second one waits.
+there, and gives it back whole; then the order is as it was. (`basic.get` would not do: each get is a
+consumer of its own, and they come back in any order.) The broker hands all of it to the consumer in
+one step, so a look that is given up or killed gives it back whole as well: by its connection's end.
+Two looks at once would each get a part and mix them up for good: the second one waits.
 
-Honest limits: one consumer holds at most 65,535 messages. What is behind them takes another one, and
-if the process is killed then, the two parts may come back in the other order. And a consumer that is
-not ours, on a parking queue, reorders as it likes.
+A consumer can hold 65,535 messages, a prefetch count has 16 bits: a longer queue takes several of
+them, one behind the other in one channel. When a channel goes, the broker returns what its consumers
+hold in the order in which they came: of up to 32 on 3.10 and 4.0 (whose table of consumers has no
+order beyond), of any number on 4.3. So there are no more than 30, and a look at a queue of more than
+1,966,050 messages sees the first of them.
+
+What is ahead of the reader waits in the socket and on the broker: beyond a few MiB we do not read.
+The broker has it in memory until then, so whoever takes his time should have it on disk. A reader
+that takes longer than the broker's consumer timeout (30 minutes by default) loses what it holds: back
+to the queue, in order, and with a ParkingError. And a consumer that is not ours, on a parking queue,
+reorders as it likes.
 """
 
 from __future__ import annotations
@@ -18,8 +26,8 @@ import asyncio
 import hashlib
 import shlex
 import uuid
-from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -27,10 +35,20 @@ from typing import Final
 import aiormq.exceptions as amqp
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
+from pamqp.commands import Basic
 
-from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, is_cancelled, words
+from rabbit_tasks.broker import (
+    CLOSE_TIMEOUT,
+    LOST,
+    RPC_TIMEOUT,
+    Connection,
+    is_cancelled,
+    words,
+)
 from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.frames import properties_of
+from rabbit_tasks.message import DELIVERY_COUNT
+from rabbit_tasks.parking.conveyor import acks_of, written
 from rabbit_tasks.parking.parked import ParkedMessage
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.topology import parked_queue
@@ -40,8 +58,13 @@ QUIET: Final = 1.0
 PATIENCE: Final = 10.0
 """Seconds to wait for somebody else who looks at the same parking queue, and for a delivery of what
 is there."""
+AHEAD: Final = 4 * 2**20
+"""Bytes that are read ahead, with what each message takes beside its body."""
+_APIECE: Final = 4_096
+_FEW: Final = 500
+"""Messages up to which an answer may come behind all of them."""
 _WINDOW: Final = 65_535
-"""The most that one consumer can hold: a prefetch count has 16 bits."""
+_WINDOWS: Final = 30
 
 
 @dataclass
@@ -55,13 +78,20 @@ class Moved:
     """How many went into which queue."""
 
 
-async def browse(connection: Connection, queue: str | ParkingQueue) -> AsyncIterator[ParkedMessage]:
+async def browse(
+    connection: Connection,
+    queue: str | ParkingQueue,
+    *,
+    began: Callable[[int], None] = lambda _count: None,
+) -> AsyncIterator[ParkedMessage]:
     """Every message that is parked for this main queue now, in order; all stay where they are.
 
-    `queue` may also be the parking queue itself. While it runs, the messages are held, and whoever
-    else wants to look waits. ParkingError where there is no such queue, or it is in use too long.
+    `queue` may also be the parking queue itself. `began` is told how many will come. While it runs,
+    the messages are held, and whoever else wants to look waits. ParkingError where there is no such
+    queue, or it is in use too long.
     """
     async with taking(connection, queue) as taken:
+        began(taken.count)
         async for _, message in taken:
             yield message
 
@@ -72,130 +102,323 @@ def main_of(queue: str) -> str:
 
 
 class Taken:
-    """The messages of a parking queue, in our hands: iterate, ack some, give the others back."""
+    """The messages of a parking queue, in our hands: iterate, ack some, give the others back.
 
-    def __init__(self, connection: Connection, queue: str, count: int) -> None:
-        self.count = count
+    count           messages that it gives: those that were there at the start. Whoever wants fewer,
+                    the first ones, may say so here
+    behind          that were there as well, and are more than one look can take
+    delivery_count  the highest count of deliveries that the broker has told of one of them so far:
+                    how often it was looked at. Where the queue has a delivery limit, which a foreign
+                    one may, each look is one step towards it
+    """
+
+    def __init__(self, connection: Connection, queue: str, there: int, *, asking: Asking) -> None:
+        self._all = min(there, _WINDOWS * _WINDOW)
+        self.count = self._all
+        self.behind = there - self._all
+        self.delivery_count = 0
         self._connection = connection
+        """Of this look alone: it may stand still, and its end gives everything back."""
         self._queue = queue
-        self._channels: dict[Channel, str] = {}
-        """With their consumers' tags, in the order in which messages came."""
-        self._held: Counter[Channel] = Counter()
-        self._deliveries: asyncio.Queue[DeliveredMessage] = asyncio.Queue()
+        self._asking = asking
+        self._channel: Channel | None = None
+        self._tags: list[str] = []
+        self._deliveries: deque[DeliveredMessage] = deque()
+        self._news = asyncio.Event()
+        self._came = 0
+        self._bytes_came = 0
+        self._bytes_here = 0
         self._read = 0
-        self._acked: set[Channel] = set()
+        self._acks = 0
+        self._asked_acks = 0
+        self._is_reading_on = False
+        self._is_ended = False
+        self._is_cancelled = False
 
     def __aiter__(self) -> AsyncIterator[tuple[DeliveredMessage, ParkedMessage]]:
         return self._messages()
 
     async def _messages(self) -> AsyncIterator[tuple[DeliveredMessage, ParkedMessage]]:
         while (delivery := await self._next()) is not None:
-            yield delivery, ParkedMessage(self._read, delivery.body, properties_of(delivery))
+            message = ParkedMessage(self._read, delivery.body, properties_of(delivery))
+            count = message.properties.header(DELIVERY_COUNT)
+            if isinstance(count, int):
+                self.delivery_count = max(self.delivery_count, count)
+            yield delivery, message
 
     async def _next(self) -> DeliveredMessage | None:
         """The next one, or None when we have all that were there at the start."""
         deadline = asyncio.get_running_loop().time() + PATIENCE
         with _explained(self._connection, self._queue):
             while self._read < self.count:
-                if self._read % _WINDOW == 0 and len(self._channels) <= self._read // _WINDOW:
-                    await self._consume(min(_WINDOW, self.count - self._read))
-                try:
-                    async with asyncio.timeout(QUIET):
-                        delivery = await self._deliveries.get()
-                except TimeoutError:
-                    if any(channel.is_closed for channel in self._channels):
-                        raise amqp.ChannelInvalidStateError("the channel was closed") from None
-                    if asyncio.get_running_loop().time() < deadline:
-                        continue  # a large body may be on its way
-                    ready, _ = await _state(self._connection, self._queue)
-                    if ready == 0:
-                        return None  # somebody else took the others
-                    raise ParkingError(
-                        f"{self._queue}: {ready} messages are there, and the broker has delivered "
-                        f"none for {PATIENCE:g} s; who else consumes: rabbitmqctl list_consumers "
-                        f"-p {shlex.quote(self._connection.vhost)}"
-                    ) from None
-                self._read += 1
-                return delivery
+                if not self._tags:
+                    await self._consume()
+                await self._see_held()
+                if self._deliveries:
+                    return self._take()
+                if await self._told(QUIET):
+                    continue
+                if asyncio.get_running_loop().time() < deadline:
+                    continue  # a large body may be on its way
+                ready, _ = await self._asking.state()
+                if ready == 0:
+                    return None  # somebody else took the others
+                raise ParkingError(
+                    f"{self._queue}: {ready} messages are there, and the broker has delivered "
+                    f"none for {PATIENCE:g} s; who else consumes: rabbitmqctl list_consumers "
+                    f"-p {shlex.quote(self._connection.vhost)}"
+                )
         return None
 
-    async def _consume(self, window: int) -> None:
-        channel = await self._connection.open()
-        self._channels[channel] = tag = uuid.uuid4().hex
+    async def _consume(self) -> None:
+        """Take all of it at once, before a look that is killed could leave a part untaken."""
+        self._channel = channel = await self._connection.open()
+        channel.on_consumer_cancel_callbacks.add(self._on_cancel)
+        window = min(self._all, _WINDOW)
         await channel.basic_qos(prefetch_count=window, timeout=RPC_TIMEOUT)
+        for number in range(-(-self._all // window)):
+            tag = (
+                f"{number:02}.{uuid.uuid4().hex}"  # (3.10 returns them in the order of their tags)
+            )
+            self._tags.append(tag)
+            if number == 0:
+                await channel.basic_consume(
+                    self._queue, self._on_message, consumer_tag=tag, timeout=RPC_TIMEOUT
+                )
+            else:
+                # Without an answer: it would come behind all that the first one was given.
+                channel.consumers[tag] = self._on_message
+                await channel.rpc(
+                    Basic.Consume(queue=self._queue, consumer_tag=tag, nowait=True),
+                    timeout=RPC_TIMEOUT,
+                )
 
-        async def on_message(message: DeliveredMessage) -> None:
-            self._held[channel] += 1
-            self._deliveries.put_nowait(message)
+    async def _on_message(self, message: DeliveredMessage) -> None:
+        self._came += 1
+        if self._is_ended or self._came > self._all:
+            return  # goes back with the others
+        self._deliveries.append(message)
+        self._bytes_here += _size(message)
+        self._bytes_came += _size(message)
+        self._hold()
+        self._news.set()
+        done, rest = divmod(self._came, _WINDOW)
+        if rest == 0 and done < len(self._tags) and self._channel is not None:
+            # It has had its window, and must not get more for what is acked of it: that would come
+            # back before what the later ones hold. What it holds, it keeps. (The last one stays, so
+            # that others see that somebody is here.)
+            await self._channel.basic_cancel(self._tags[done - 1], nowait=True)
 
-        await channel.basic_consume(self._queue, on_message, consumer_tag=tag, timeout=RPC_TIMEOUT)
+    def _on_cancel(self, _: object) -> None:
+        self._is_cancelled = True
+        self._news.set()
+
+    async def _see_held(self) -> None:
+        """Raise where the broker has taken back what we hold: its consumer timeout, a deleted queue.
+
+        (4.3 cancels the consumer, or closes the channel where we have cancelled it before; 3.10 and
+        4.0 close the channel.) An ack would then have no effect, and not say so.
+        """
+        if self._is_cancelled:
+            await self._asking.state()
+            raise amqp.ChannelInvalidStateError("the consumer was cancelled: its time was up")
+        if self._channel is not None and self._channel.is_closed:
+            raise amqp.ChannelInvalidStateError("the channel was closed")
+        if self._asking.connection.is_lost:  # and with it what says that we are looking
+            raise amqp.ChannelInvalidStateError("connection closed")
+
+    async def _told(self, within: float) -> bool:
+        """Wait for news."""
+        self._news.clear()
+        try:
+            async with asyncio.timeout(within):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _take(self) -> DeliveredMessage:
+        delivery = self._deliveries.popleft()
+        self._bytes_here -= _size(delivery)
+        self._read += 1
+        self._hold()
+        return delivery
+
+    def _hold(self) -> None:
+        """Stop reading from the socket while enough is here; go on when half of it is taken."""
+        if self._is_reading_on or self._is_ended or self._bytes_here <= AHEAD // 2:
+            self._connection.hold(held=False)
+        elif self._bytes_here >= AHEAD:
+            self._connection.hold(held=True)
 
     async def ack(self, delivery: DeliveredMessage) -> None:
-        channel = delivery.channel
-        assert isinstance(channel, Channel)
+        """Let it go; ParkingError where it is no longer ours."""
+        await self.ack_all([delivery])
+
+    async def ack_all(self, deliveries: Sequence[DeliveredMessage]) -> None:
+        """Let these go, in one write."""
         with _explained(self._connection, self._queue):
-            await channel.basic_ack(delivery.delivery_tag or 0, wait=False)
-        self._acked.add(channel)
-        self._held[channel] -= 1
+            await self._see_held()
+            if self._channel is not None:
+                tags = [delivery.delivery_tag or 0 for delivery in deliveries]
+                await written(self._channel, acks_of(self._channel, tags))
+        self._acks += len(deliveries)
 
     async def arrived(self) -> None:
         """Wait until the broker has the acks. It answers none, but it reads a channel in order."""
+        if self._acks == self._asked_acks or self._channel is None:
+            return
+        asked = self._acks
         with _explained(self._connection, self._queue):
-            for channel in self._acked:
-                await channel.basic_qos(prefetch_count=1, timeout=RPC_TIMEOUT)
-        self._acked.clear()
+            if self._is_much_on_its_way and self._asking.has_echo:
+                # A question's answer would come behind all of them.
+                await self._asking.hear(self._channel)
+            else:
+                self._is_reading_on = True
+                try:
+                    self._hold()
+                    await self._channel.basic_qos(prefetch_count=1, timeout=RPC_TIMEOUT)
+                finally:
+                    self._is_reading_on = False
+                    self._hold()
+        self._asked_acks = max(self._asked_acks, asked)
+
+    @property
+    def _is_much_on_its_way(self) -> bool:
+        return (self._all - self._came) * self._bytes_came > AHEAD * self._came
 
     async def give_back(self) -> None:
-        """Return what was not acked, in its order, and see it arrive."""
-        if self.count > _WINDOW:
-            # Whatever is still behind would otherwise come before what we return. One consumer was
-            # given all of it at once.
-            with suppress(ParkingError):
-                while await self._next() is not None:
-                    pass
-        if len(self._channels) > 1:
-            # Else what the first gives back goes to the next that has room, and behind its own.
-            for channel, tag in self._channels.items():
-                with suppress(Exception):
-                    await channel.basic_cancel(tag, timeout=RPC_TIMEOUT)
-        left = len(self._channels)
-        for channel in self._channels:
-            left -= 1
-            with suppress(Exception):
-                held = self._held[channel]
-                wanted = (await _state(self._connection, self._queue))[0] + held
-                await channel.close(timeout=RPC_TIMEOUT)
-                await self._see_back(wanted, left)
+        """Return what was not acked, when the broker has the acks, and see it arrive."""
+        with suppress(ParkingError):
+            await self.arrived()
+        self._is_ended = True
+        self._deliveries.clear()
+        self._hold()
+        # Much that is on its way to us need not come first.
+        await self._connection.end(within=0 if self._is_much_on_its_way else CLOSE_TIMEOUT)
+        with suppress(Exception):
+            await self._see_back()
 
-    async def _see_back(self, wanted: int, left: int) -> None:
+    async def _see_back(self) -> None:
         """The broker gives messages back a moment after it has answered the close, and takes the
         consumer off its list in the same step."""
         # A deadline, not a timeout: a question that is cancelled costs the connection (aiormq closes
         # its channel a second time, and the broker answers 504).
+        wanted = self._all + self.behind - self._acks
         deadline = asyncio.get_running_loop().time() + QUIET
         while asyncio.get_running_loop().time() < deadline:
-            messages, consumers = await _state(self._connection, self._queue)
-            if consumers <= left and messages >= wanted:
+            messages, consumers = await self._asking.state()
+            if consumers == 0 and messages >= wanted:
                 return
             await asyncio.sleep(0.01)
 
 
+class Asking:
+    """Where a look asks while its own connection may stand still; and who else looks.
+
+    An exclusive queue, which goes with this connection, says that somebody does. (Quorum queues
+    ignore `exclusive` on a consumer, 3.10 to 4.3.) It is also where a channel is heard that has come
+    to a point: by a message through the default exchange, where we may write there.
+    """
+
+    def __init__(self, connection: Connection, lot: str) -> None:
+        self.connection = connection
+        self.has_echo = False
+        self._lot = lot
+        self._channel: Channel | None = None
+        self._heard = asyncio.Event()
+
+    async def lock(self) -> None:
+        """Make sure that nobody else looks; where we may not create a queue there is only the count
+        of consumers to go by."""
+        name = lock_of(self._lot)
+        deadline = asyncio.get_running_loop().time() + PATIENCE
+        while True:
+            channel = await self.connection.open()
+            try:
+                await channel.queue_declare(name, exclusive=True, timeout=RPC_TIMEOUT)
+                self._channel = channel
+                return
+            except (amqp.ChannelAccessRefused, amqp.ChannelPreconditionFailed):
+                return
+            except amqp.ChannelLockedResource:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise ParkingError(
+                        f"{self._lot}: somebody else lists, replays or discards; try again when "
+                        "they are done"
+                    ) from None
+            finally:
+                if self._channel is None:
+                    with suppress(Exception):
+                        await channel.close(timeout=RPC_TIMEOUT)
+            await asyncio.sleep(0.05)
+
+    async def state(self) -> tuple[int, int]:
+        """Messages ready, and consumers."""
+        if self._channel is None or self._channel.is_closed:
+            return await _state(self.connection, self._lot)
+        answer = await self._channel.queue_declare(self._lot, passive=True, timeout=RPC_TIMEOUT)
+        return answer.message_count or 0, answer.consumer_count or 0
+
+    async def try_echo(self) -> None:
+        """See whether a message comes through."""
+        if self._channel is None:
+            return
+
+        async def on_message(_: object) -> None:
+            self._heard.set()
+
+        await self._channel.basic_consume(
+            lock_of(self._lot), on_message, no_ack=True, timeout=RPC_TIMEOUT
+        )
+        channel = await self.connection.open()
+        try:
+            await self.hear(channel, within=QUIET)
+            self.has_echo = True
+        except (TimeoutError, amqp.AMQPError):
+            pass  # we may not, or an alarm holds publishers back
+        finally:
+            with suppress(Exception):
+                await channel.close(timeout=RPC_TIMEOUT)
+
+    async def hear(self, channel: Channel, within: float = RPC_TIMEOUT) -> None:
+        """Wait until the broker has come to this point of the channel."""
+        self._heard.clear()
+        await channel.basic_publish(b"", exchange="", routing_key=lock_of(self._lot), wait=False)
+        async with asyncio.timeout(within):
+            await self._heard.wait()
+
+    async def unlock(self) -> None:
+        if self._channel is not None:
+            await self._channel.queue_delete(lock_of(self._lot), timeout=RPC_TIMEOUT)
+            await self._channel.close(timeout=RPC_TIMEOUT)
+
+
+def _size(message: DeliveredMessage) -> int:
+    return len(message.body) + _APIECE
+
+
 @asynccontextmanager
 async def taking(connection: Connection, queue: str | ParkingQueue) -> AsyncIterator[Taken]:
+    """All that is parked in this queue, held for as long as the block runs."""
     lot = ParkingQueue.of(queue).name
+    asking = Asking(connection, lot)
     with _explained(connection, lot):
         await _state(connection, lot)
-        lock = await _lock(connection, lot)
+        await asking.lock()
     try:
         with _explained(connection, lot):
-            taken = Taken(connection, lot, await _undisturbed(connection, lot))
+            there = await _undisturbed(asking, lot)
+            if there > _FEW:
+                await asking.try_echo()
+        taken = Taken(await connection.another("look"), lot, there, asking=asking)
         try:
             yield taken
         finally:
             await taken.give_back()
     finally:
         with suppress(Exception):
-            await _unlock(connection, lock)
+            await asking.unlock()
 
 
 def lock_of(lot: str) -> str:
@@ -207,50 +430,17 @@ def lock_of(lot: str) -> str:
     return f"{lot[:200]}.{digest}.look"
 
 
-async def _lock(connection: Connection, lot: str) -> str | None:
-    """Make sure that nobody else looks: an exclusive queue, which goes with our connection.
-
-    (Quorum queues ignore `exclusive` on a consumer, 3.10 to 4.3.) None where we may not create one;
-    then there is only the count of consumers to go by.
-    """
-    name = lock_of(lot)
-    deadline = asyncio.get_running_loop().time() + PATIENCE
-    while True:
-        channel = await connection.open()
-        try:
-            await channel.queue_declare(name, exclusive=True, timeout=RPC_TIMEOUT)
-            return name
-        except (amqp.ChannelAccessRefused, amqp.ChannelPreconditionFailed):
-            return None
-        except amqp.ChannelLockedResource:
-            if asyncio.get_running_loop().time() > deadline:
-                raise ParkingError(
-                    f"{lot}: somebody else lists, replays or discards; try again when they are done"
-                ) from None
-        finally:
-            with suppress(Exception):
-                await channel.close(timeout=RPC_TIMEOUT)
-        await asyncio.sleep(0.05)
-
-
-async def _unlock(connection: Connection, lock: str | None) -> None:
-    if lock is not None:
-        channel = await connection.open()
-        await channel.queue_delete(lock, timeout=RPC_TIMEOUT)
-        await channel.close(timeout=RPC_TIMEOUT)
-
-
-async def _undisturbed(connection: Connection, lot: str) -> int:
+async def _undisturbed(asking: Asking, lot: str) -> int:
     """How many are there, when nobody holds any: one who was killed is noticed a moment later."""
     deadline = asyncio.get_running_loop().time() + PATIENCE
     while True:
-        messages, consumers = await _state(connection, lot)
+        messages, consumers = await asking.state()
         if consumers == 0:
             return messages
         if asyncio.get_running_loop().time() > deadline:
             raise ParkingError(
                 f"{lot}: {consumers} other consumer(s) hold its messages; who: "
-                f"rabbitmqctl list_consumers -p {shlex.quote(connection.vhost)}"
+                f"rabbitmqctl list_consumers -p {shlex.quote(asking.connection.vhost)}"
             )
         await asyncio.sleep(0.05)
 

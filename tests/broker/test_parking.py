@@ -155,7 +155,7 @@ async def test_somebody_elses_consumer_on_a_parking_queue_is_named_and_nothing_i
     publisher: Publisher,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parking, "PATIENCE", 0.2)
+    monkeypatch.setattr(look, "PATIENCE", 0.2)
     await park(publisher, ["a"])
     channel = await connection.open()
 
@@ -206,7 +206,7 @@ async def test_the_parking_queue_deleted_in_mid_look_is_an_error_and_no_endless_
     publisher: Publisher,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(parking, "_WINDOW", 10)  # so that the broker still has some
+    monkeypatch.setattr(look, "_WINDOW", 10)  # so that the broker still has some
     await park(publisher, NAMES)
 
     async def waiting() -> None:
@@ -221,7 +221,7 @@ async def test_the_parking_queue_deleted_in_mid_look_is_an_error_and_no_endless_
 async def test_more_than_one_consumer_can_hold_is_read_and_given_back_in_order(
     lot: str, connection: Connection, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(parking, "_WINDOW", 20)
+    monkeypatch.setattr(look, "_WINDOW", 20)
     await park(publisher, NAMES)
     began = asyncio.get_running_loop().time()
     for stop in (50, 1, 25, 50):
@@ -325,7 +325,7 @@ async def test_limit_takes_the_oldest_and_a_dry_run_moves_nothing(
 async def test_a_broker_that_has_messages_and_delivers_none_is_not_waited_for_for_ever(
     lot: str, connection: Connection, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def deliver_nothing(taken: object, window: int) -> None: ...
+    async def deliver_nothing(taken: object) -> None: ...
 
     await park(publisher, NAMES[:2])
     await eventually(holds(connection, "lot.parked", 2))
