@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -27,7 +28,9 @@ def doctor(
     from rabbit_tasks.doctor import diagnose, examine, has_fault
 
     app = find_app(context.obj.app) if context.obj.app or is_given() else None
-    rows = diagnose(run(examine(settings_of(context), app)))
+    lock = Path("topology") / f"{app.name}.json" if app else None
+    exported = lock.read_text(errors="replace") if lock and lock.is_file() else None
+    rows = diagnose(run(examine(settings_of(context), app, exported=exported)))
     if as_json:
         for row in rows:
             typer.echo(json.dumps(asdict(row)))

@@ -17,6 +17,7 @@ from typing import Final, Literal
 from rabbit_tasks.declare import COMMAND
 from rabbit_tasks.doctor.facts import Clients, Facts, Listener, Node, Quorum, Reader
 from rabbit_tasks.durations import duration_text
+from rabbit_tasks.plan import Step
 
 State = Literal["ok", "warning", "fault", "unseen"]
 
@@ -26,10 +27,13 @@ SKEW: Final = timedelta(seconds=10)
 """Between two clocks: the management API tells whole seconds, and some time passes on the way."""
 EXPIRES_SOON: Final = timedelta(days=30)
 SLOW_HEARTBEAT: Final = timedelta(minutes=1)
+LOSES: Final = ("lost", "is deleted", "drops", "without being handled")
+"""In what the plan says of a policy: messages are not safe."""
 SMALL_FRAME: Final = 131_072
 """What every version comes with; headers with an error and a stack trace are made to fit it."""
 TOLD_CLIENTS: Final = ("aio-pika", "aiormq", "pamqp", "pydantic")
 NEARLY: Final = 0.8
+UNSEEN: Final = "not looked at"
 TESTED: Final = ("3.10", "4.0", "4.3")
 
 
@@ -57,8 +61,8 @@ def diagnose(facts: Facts) -> list[Row]:
         *of_alarms(facts),
         *of_clock(facts.ahead),
         *of_quorums(facts),
-        *of_app(facts),
-        *of_topology(facts),
+        *of_handlers(facts),
+        *of_plan(facts),
         *of_queues(facts),
         *of_unseen(facts),
     ]
@@ -94,7 +98,7 @@ def of_clients(clients: Clients) -> Iterator[Row]:
                 f"pip install {shlex.quote(requirement)}",
             )
     aiormq = clients.installed.get("aiormq", "")
-    if aiormq and _numbers(aiormq)[:2] != _numbers(clients.made_for):
+    if aiormq and numbers(aiormq)[:2] != numbers(clients.made_for):
         wrong += 1
         yield Row(
             "warning",
@@ -113,9 +117,9 @@ def fits(version: str, requirement: str) -> bool:
 
     By its numbers; of the operators, those that a range is written with.
     """
-    found = _numbers(version)
+    found = numbers(version)
     for operator, wanted in re.findall(r"(<=|>=|==|!=|<|>)\s*([\d.]+)", requirement):
-        limit = _numbers(wanted)
+        limit = numbers(wanted)
         width = max(len(found), len(limit))
         ours, theirs = (part + (0,) * (width - len(part)) for part in (found, limit))
         holds = {
@@ -127,7 +131,8 @@ def fits(version: str, requirement: str) -> bool:
     return True
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def numbers(version: str) -> tuple[int, ...]:
+    """`4.3.6-rc.1` as 4, 3, 6; empty where it tells none."""
     return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[a-z+-]", version)[0]))
 
 
@@ -232,7 +237,7 @@ def of_heartbeat(facts: Facts) -> Iterator[Row]:
 
 def of_versions(listeners: Iterable[Listener]) -> Iterator[Row]:
     """What the broker's version means for us."""
-    versions = sorted({one.version for one in listeners if one.failure is None}, key=_numbers)
+    versions = sorted({one.version for one in listeners if one.failure is None}, key=numbers)
     if len(versions) > 1:
         yield Row(
             "warning",
@@ -245,7 +250,7 @@ def of_versions(listeners: Iterable[Listener]) -> Iterator[Row]:
 
 
 def _of_version(version: str) -> Iterator[Row]:
-    release = _numbers(version)[:2]
+    release = numbers(version)[:2]
     if release and release < (3, 10):
         yield Row(
             "fault",
@@ -256,7 +261,7 @@ def _of_version(version: str) -> Iterator[Row]:
         )
         return
     release = release or (99, 0)
-    newer = release > _numbers(TESTED[-1])
+    newer = release > numbers(TESTED[-1])
     yield Row(
         "ok",
         "version",
@@ -510,48 +515,58 @@ def _missing(quorums: Iterable[Quorum]) -> set[str]:
 # --- the app ------------------------------------------------------------------------------------
 
 
-def of_app(facts: Facts) -> Iterator[Row]:
-    """What a worker of the app needs, and how long its handlers may take."""
-    if facts.worker_refusals is not None:
-        for text in facts.worker_refusals:
-            yield Row("fault", "permissions", f"a worker may not: {text}", facts.permit)
-        if not facts.worker_refusals:
-            yield Row(
-                "ok",
-                "permissions",
-                f"{facts.user} may run workers: read the main queues, write to the others",
-            )
+def of_handlers(facts: Facts) -> Iterator[Row]:
+    """How long they may take, and how long the broker lets them."""
     for text in facts.handlers:
-        says, _, remedy = text.rpartition("; write ")
-        yield (
-            Row("warning", "handlers", says, f"write {remedy}")
-            if says
-            else Row("warning", "handlers", text)
-        )
+        says, _, remedy = text.partition("; write ")
+        yield Row("warning", "handlers", says, f"write {remedy}" if remedy else "")
 
 
-def of_topology(facts: Facts) -> Iterator[Row]:
-    """The app's queues and exchanges: there, and as the app has them."""
-    if facts.missing:
+def of_plan(facts: Facts) -> Iterator[Row]:
+    """What stands between the app and this broker."""
+    if facts.steps is None:
+        return
+    found: dict[str, list[Step]] = {}
+    for step in facts.steps:
+        found.setdefault(step.what, []).append(step)
+    if missing := found.get("create"):
         yield Row(
             "fault",
             "topology",
-            f"{len(facts.missing)} queues and exchanges of app {facts.app} are missing: "
-            f"{names(facts.missing)}",
+            f"{len(missing)} queues and exchanges of app {facts.app} are missing: "
+            f"{names(step.name for step in missing)}",
             COMMAND,
         )
-    for one in facts.differences or ():
-        is_type = one.what == "x-queue-type"
-        yield Row(
-            "fault",
-            "queue type" if is_type else "topology",
-            f"{one.name}: {one.what} is {one.found}, the app has {one.wanted}",
-            f"rabbit-tasks topology migrate {shlex.quote(one.name)}" if is_type else one.remedy,
-        )
-    if facts.missing == () and facts.differences == ():
-        yield Row(
-            "ok", "topology", f"the queues and exchanges of app {facts.app} are as it has them"
-        )
+    for step in facts.steps:
+        if (row := _of_step(step, is_worker=not missing)) is not None:
+            yield row
+    if not {"create", "bind", "differs"} & set(found) and (kept := found.get("keep")):
+        yield Row("ok", "topology", f"{len(kept)} queues and exchanges as app {facts.app} has them")
+    if "permission" not in found:
+        yield Row("ok", "permissions", f"{facts.user} may declare the app's queues and run workers")
+
+
+def _of_step(step: Step, *, is_worker: bool) -> Row | None:
+    says = f"{step.name}: {step.says}"
+    match step.what:
+        case "differs" if "x-queue-type" in step.says:
+            migrate = f"rabbit-tasks topology migrate {shlex.quote(step.name)}"
+            return Row("fault", "queue type", says, migrate)
+        case "bind" | "differs" | "limit":
+            return Row("fault", "topology", says, step.remedy)
+        case "extra" | "removed" | "stale":
+            return Row("warning", step.what, says, step.remedy)
+        case "policy":
+            is_lossy = any(word in step.says for word in LOSES)
+            return Row("fault" if is_lossy else "warning", "policies", says, step.remedy)
+        case "permission" if step.name == "declare" and is_worker:
+            # As it should be: who runs workers alone needs no more. But then we see less.
+            return Row("unseen", "declare", f"{step.says}; a worker need not", step.remedy)
+        case "permission":
+            return Row("fault", "permissions", says, step.remedy)
+        case "note":
+            return Row("ok", "topology", says)
+    return None
 
 
 def of_queues(facts: Facts) -> Iterator[Row]:
@@ -629,16 +644,25 @@ def of_unseen(facts: Facts) -> Iterator[Row]:
     if facts.app is None and any(one.failure is None for one in facts.listeners):
         yield Row(
             "unseen",
-            "the app's queues",
-            "not looked at: no app is named",
+            UNSEEN,
+            "the app's queues: no app is named",
             "rabbit-tasks --app module:attribute doctor",
         )
-    for about, why in facts.unseen:
+    for about, why in unseen_of(facts):
         yield Row(
             "unseen",
-            about,
-            f"not looked at: {why}",
+            UNSEEN,
+            f"{about}: {why}",
             "set RABBIT_TASKS_MANAGEMENT_URL=http://HOST:15672"
             if why.endswith("is not set")
             else "",
         )
+
+
+def unseen_of(facts: Facts) -> list[tuple[str, str]]:
+    """What was not looked at, once per reason; what the plan had no management API for is among it."""
+    found: dict[str, list[str]] = {}
+    told = [(step.name, step.says) for step in facts.steps or () if step.what == "unseen"]
+    for about, why in [*facts.unseen, *(one for one in told if not one[1].endswith("is not set"))]:
+        found.setdefault(why, []).append(about)
+    return [(", ".join(abouts), why) for why, abouts in found.items()]

@@ -10,15 +10,14 @@ import asyncio
 import ipaddress
 import re
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import Iterable
+from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from typing import Any, Final
 
 import aiormq.exceptions as amqp
-from aiormq.channel import Channel
 
 from rabbit_tasks import declare, frames
 from rabbit_tasks.app import App
@@ -28,26 +27,29 @@ from rabbit_tasks.broker import (
     RPC_TIMEOUT,
     Connection,
     connect,
-    is_cancelled,
     words,
 )
+from rabbit_tasks.doctor.diagnosis import numbers
 from rabbit_tasks.doctor.facts import Clients, Facts, Held, Listener, Node, Quorum, Reader
-from rabbit_tasks.errors import ConnectError, ManagementError, TopologyError
+from rabbit_tasks.errors import ConnectError, Forbidden, ManagementError
 from rabbit_tasks.management import Management
-from rabbit_tasks.settings import Address, Settings
+from rabbit_tasks.plan import BY_MANAGEMENT, plan
+from rabbit_tasks.settings import PREFIX, Address, Settings
 from rabbit_tasks.timeouts import warning_of
-from rabbit_tasks.topology import PARKING_LOT, Queue
+from rabbit_tasks.topology import Queue
 from rabbit_tasks.worker import SPARE_CHANNELS
 
 DISTRIBUTION: Final = "rabbit-tasks"
 _DEFAULT_LOGIN: Final = ("guest", "guest")
-Call = Callable[[Channel], Awaitable[object]]
 
 
-async def examine(settings: Settings, app: App | None = None) -> Facts:
+async def examine(
+    settings: Settings, app: App | None = None, *, exported: str | None = None
+) -> Facts:
     """What is to be seen of the broker, of the app's queues on it, and of our own side.
 
-    ConfigurationError for settings that cannot be used; what goes wrong on the way is a fact.
+    `exported` is the text of the app's lock file. ConfigurationError for settings that cannot be
+    used; what goes wrong on the way is a fact.
     """
     addresses = settings.addresses()
     if any(address.tls for address in addresses):
@@ -66,9 +68,10 @@ async def examine(settings: Settings, app: App | None = None) -> Facts:
         connection = await _knock(settings, facts, stack)
         if connection is None:
             return facts
-        facts.permit = connection.permit
+        management = await _management(settings, facts)
         await asyncio.gather(
-            _ask_amqp(facts, settings, connection, app), _ask_management(facts, settings)
+            _ask_amqp(facts, settings, connection, management, app, exported),
+            _ask_management(facts, management, connection.server_version),
         )
     return facts
 
@@ -138,7 +141,12 @@ def is_loopback(host: str) -> bool:
 
 
 async def _ask_amqp(
-    facts: Facts, settings: Settings, connection: Connection, app: App | None
+    facts: Facts,
+    settings: Settings,
+    connection: Connection,
+    management: Management | None,
+    app: App | None,
+    exported: str | None,
 ) -> None:
     try:
         facts.is_blocked = await _is_blocked(settings)
@@ -148,15 +156,8 @@ async def _ask_amqp(
         facts.channels = SPARE_CHANNELS + sum(one.concurrency for one in app.consumers)
         told = (warning_of(connection.server_version, type(one)) for one in app.consumers)
         facts.handlers = tuple(text for text in told if text)
-        facts.worker_refusals = tuple(await _worker_refusals(connection, app))
-        facts.missing = tuple(await declare.missing(connection, app.topology))
         facts.held = tuple(await _held(connection, app.topology.queues))
-        try:
-            found = await declare.check(connection, app.topology)
-        except TopologyError as error:
-            facts.unseen.append(("arguments of the queues", str(error)))
-        else:
-            facts.differences = tuple(one for one in found if not one.is_missing)
+        facts.steps = tuple(await plan(connection, app.topology, management, exported=exported))
     except ConnectError as error:
         facts.silence = str(error)
 
@@ -190,100 +191,45 @@ async def _is_blocked(settings: Settings) -> bool:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _worker_refusals(connection: Connection, app: App) -> list[str]:
-    """What a worker of the app needs and our user may not, without doing any of it.
-
-    The broker looks at permissions first (3.10 to 4.3): at reading, before it sees that a consumer
-    cannot have such a priority; at writing, before it sees that nothing is unbound from the default
-    exchange.
-    """
-    refused = []
-    for consumer in app.consumers:
-        refused += await _refusal(connection, partial(_consume, queue=consumer.queue))
-    for exchange in ("", PARKING_LOT):
-        refused += await _refusal(connection, partial(_unbind, exchange=exchange))
-    return refused
-
-
-async def _refusal(connection: Connection, call: Call) -> list[str]:
-    try:
-        async with _channel(connection) as channel:
-            await call(channel)
-    except amqp.ChannelAccessRefused as error:
-        return [] if "default exchange" in words(error) else [words(error)]
-    except (amqp.ChannelPreconditionFailed, amqp.ChannelNotFoundEntity):
-        pass
-    return []
-
-
-async def _consume(channel: Channel, queue: str) -> None:
-    async def none(_: object) -> None: ...
-
-    await channel.basic_consume(queue, none, arguments={"x-priority": "none"}, timeout=RPC_TIMEOUT)
-
-
-async def _unbind(channel: Channel, exchange: str) -> None:
-    await channel.exchange_unbind(destination=exchange, source="", timeout=RPC_TIMEOUT)
-
-
 async def _held(connection: Connection, queues: Iterable[Queue]) -> list[Held]:
     """Of those that are there, and that we may look at."""
     found = []
     for queue in queues:
-        with suppress(
-            amqp.ChannelNotFoundEntity, amqp.ChannelAccessRefused, amqp.ChannelLockedResource
-        ):
-            async with _channel(connection) as channel:
-                answer = await channel.queue_declare(queue.name, passive=True, timeout=RPC_TIMEOUT)
+        with suppress(Forbidden):
+            if (told := await declare.look(connection, queue.name)) is not None:
+                messages, consumers = told
                 found.append(
                     Held(
                         queue=queue.name, role=queue.role, main=queue.main,
-                        messages=answer.message_count or 0, consumers=answer.consumer_count or 0,
+                        messages=messages, consumers=consumers,
                     )
                 )  # fmt: skip
     return found
 
 
-@asynccontextmanager
-async def _channel(connection: Connection) -> AsyncIterator[Channel]:
-    """A channel for one question; ConnectError where the broker does not answer any more."""
-    where = connection.address
-    channel = None
-    try:
-        channel = await connection.open()
-        yield channel
-    except TimeoutError:
-        raise ConnectError(f"{where} did not answer within {RPC_TIMEOUT:g} s") from None
-    except asyncio.CancelledError:
-        if is_cancelled():
-            raise
-        raise ConnectError(f"{where}: connection lost") from None
-    except LOST as error:
-        if connection.is_lost:
-            raise ConnectError(f"{where}: connection lost ({words(error)})") from None
-        raise
-    finally:
-        if channel is not None and not channel.is_closed and not connection.is_lost:
-            with suppress(Exception):
-                await channel.close(timeout=RPC_TIMEOUT)
-
-
 # --- over the management API --------------------------------------------------------------------
 
-_BY_MANAGEMENT: Final = "cluster, policies, clients, clock"
+_BY_MANAGEMENT: Final = "cluster, clients, clock"
 
 
-async def _ask_management(facts: Facts, settings: Settings) -> None:
+async def _management(settings: Settings, facts: Facts) -> Management | None:
+    """The management API, if it is there and answers us."""
     management = Management.of(settings)
+    why = f"{PREFIX}MANAGEMENT_URL is not set"
+    if management is not None:
+        try:
+            await management.get("whoami")  # what everybody may ask who may ask anything
+            return management
+        except ManagementError as error:
+            why = str(error)
+    facts.unseen.append((f"{_BY_MANAGEMENT}, {BY_MANAGEMENT}", why))
+    return None
+
+
+async def _ask_management(facts: Facts, management: Management | None, version: str) -> None:
     if management is None:
-        facts.unseen.append((_BY_MANAGEMENT, "RABBIT_TASKS_MANAGEMENT_URL is not set"))
         return
     vhost = management.vhost
-    try:
-        await management.get("whoami")  # what everybody may ask who may ask anything
-    except ManagementError as error:
-        facts.unseen.append((_BY_MANAGEMENT, str(error)))
-        return
 
     async def ask(about: str, *path: str) -> Any:
         try:
@@ -297,7 +243,10 @@ async def _ask_management(facts: Facts, settings: Settings) -> None:
         ask("quorum queues", "queues", vhost),
         ask("consumers", "consumers", vhost),
         ask("consumers' clients", "vhosts", vhost, "connections"),
-        ask("deprecated features", "deprecated-features", "used"),
+        # (Before 3.13 there are none.)
+        ask("deprecated features", "deprecated-features", "used")
+        if numbers(version) >= (3, 13)
+        else _nothing(),
         ask("feature flags", "feature-flags"),
     )
     if nodes is not None:
@@ -318,6 +267,9 @@ async def _ask_management(facts: Facts, settings: Settings) -> None:
             if row.get("state") == "disabled" and row.get("stability") != "experimental"
         )
     facts.ahead = management.ahead
+
+
+async def _nothing() -> None: ...
 
 
 def _node(row: dict[str, Any]) -> Node:
@@ -347,16 +299,15 @@ def _quorum(row: dict[str, Any]) -> Quorum:
 
 
 def _readers(consumers: list[Any], connections: list[Any]) -> Iterable[Reader]:
-    clients = {
-        row.get("name"): (
-            row.get("client_properties", {}).get("product") or "unknown",
-            row.get("user_provided_name") or row.get("name"),
-        )
-        for row in connections
-    }
+    """Those whose connection is known; of a new one the management API tells it some seconds later."""
+    known = {row.get("name"): row for row in connections}
     for row in consumers:
-        channel = row.get("channel_details") or {}  # none, a moment after it went
-        client, name = clients.get(
-            channel.get("connection_name"), ("unknown", channel.get("connection_name", "?"))
-        )
-        yield Reader(row["queue"]["name"], client, name, channel.get("user", "?"))
+        channel = row.get("channel_details") or {}
+        connection = known.get(channel.get("connection_name"))
+        if connection is not None:
+            yield Reader(
+                row["queue"]["name"],
+                connection.get("client_properties", {}).get("product") or "a client without a name",
+                connection.get("user_provided_name") or connection["name"],
+                channel.get("user", "?"),
+            )

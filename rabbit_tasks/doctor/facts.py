@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Literal
 
-from rabbit_tasks.declare import Difference
+from rabbit_tasks.plan import Step
 
 Role = Literal["main", "retry", "crashed", "parked"]
 
@@ -112,14 +112,8 @@ class Facts:
     """That a worker of all its queues opens on one connection."""
     handlers: tuple[str, ...] = ()
     """What this broker does to handlers that take long."""
-    worker_refusals: tuple[str, ...] | None = None
-    """What a worker's user needs and ours may not, in the broker's words."""
-    permit: str = ""
-    """The command that gives it."""
-    missing: tuple[str, ...] | None = None
-    """Queues and exchanges that are not there."""
-    differences: tuple[Difference, ...] | None = None
-    """In what the others are not as the app has them."""
+    steps: tuple[Step, ...] | None = None
+    """What stands between the app and this broker: the plan."""
     held: tuple[Held, ...] | None = None
     left: tuple[Held, ...] = ()
     """Queues that a replay or a migration which was killed has left, with messages or without."""

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from rabbit_tasks.declare import Difference
 from rabbit_tasks.doctor.diagnosis import Row, diagnose, fits, has_fault, of_clients
 from rabbit_tasks.doctor.examination import is_loopback
 from rabbit_tasks.doctor.facts import Clients, Facts, Held, Listener, Node, Quorum, Reader
+from rabbit_tasks.plan import Step
+from rabbit_tasks.policies import changes
+from tests.support.post import app
 
 NOW = datetime(2026, 12, 1, tzinfo=UTC)
 ABC = frozenset({"rabbit@a", "rabbit@b", "rabbit@c"})
@@ -25,6 +27,7 @@ HERE = Listener(
 )
 AWAY = Listener(where="mq.example:5672", is_loopback=False, tls=False, version="4.3.6")
 TLS = Listener(where="mq.example:5671", is_loopback=False, tls=True, version="4.3.6")
+KEPT = Step("keep", "mail", "main queue as it should be")
 UP = tuple(Node(name=name) for name in sorted(ABC))
 
 
@@ -33,8 +36,7 @@ def facts(**changed: Any) -> Facts:
     well: dict[str, Any] = {
         "clients": CLIENTS, "user": "shop", "vhost": "/", "has_default_login": False,
         "heartbeat": timedelta(seconds=15), "now": NOW, "listeners": (HERE,), "is_blocked": False,
-        "app": "shop", "channels": 12, "worker_refusals": (), "missing": (), "differences": (),
-        "permit": "rabbitmqctl set_permissions", "held": (main(), lot()), "nodes": UP,
+        "app": "shop", "channels": 12, "steps": (KEPT,), "held": (main(), lot()), "nodes": UP,
         "quorums": (Quorum("mail", ABC, ABC, "rabbit@a"),), "readers": (), "deprecated": (),
         "disabled_flags": (), "ahead": timedelta(),
     }  # fmt: skip
@@ -217,25 +219,57 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "warning", "quorum", "rabbit@a leads all 4 queues", "rabbitmq-queues rebalance quorum",
     ),
     "a permission that a worker needs": (
-        {"worker_refusals": ("read access to queue 'mail' refused",)},
-        "fault", "permissions", "a worker may not: read access", "rabbitmqctl set_permissions",
+        {"steps": (KEPT, Step("permission", "a worker", "our user may not: read access", "allow it"))},
+        "fault", "permissions", "a worker: our user may not: read access", "allow it",
+    ),
+    "a permission that only declare needs": (
+        {"steps": (KEPT, Step("permission", "declare", "our user may not: configure", "allow it"))},
+        "unseen", "declare", "our user may not: configure; a worker need not", "allow it",
     ),
     "a handler that takes too long": (
         {"handlers": ("mail: its handler may take 1h; write ack_timeout = timedelta(minutes=65)",)},
         "warning", "handlers", "mail: its handler may take 1h", "write ack_timeout",
     ),
     "queues that are missing": (
-        {"missing": ("a", "b", "c", "d", "e")},
+        {"steps": tuple(Step("create", name, "is missing") for name in "abcde")},
         "fault", "topology", "5 queues and exchanges of app shop are missing: a, b, c and 2 more",
         "rabbit-tasks topology declare",
     ),
+    "a binding that is missing": (
+        {"steps": (KEPT, Step("bind", "mail.parked", "is not bound", "bind it"))},
+        "fault", "topology", "mail.parked: is not bound", "bind it",
+    ),
     "another argument": (
-        {"differences": (Difference("mail", "x-delivery-limit", "5", "9", "delete it"),)},
-        "fault", "topology", "mail: x-delivery-limit is 9, the app has 5", "delete it",
+        {"steps": (Step("differs", "mail", "x-delivery-limit is 9, wanted 5", "delete it"),)},
+        "fault", "topology", "mail: x-delivery-limit is 9, wanted 5", "delete it",
     ),
     "another queue type": (
-        {"differences": (Difference("m x", "x-queue-type", "quorum", "classic", "delete it"),)},
+        {"steps": (Step("differs", "m x", "x-queue-type is classic, wanted quorum", "delete it"),)},
         "fault", "queue type", "m x: x-queue-type is classic", "rabbit-tasks topology migrate 'm x'",
+    ),
+    "too many queues": (
+        {"steps": (KEPT, Step("limit", "/", "may have 3 queues", "rabbitmqctl set_vhost_limits"))},
+        "fault", "topology", "/: may have 3 queues", "rabbitmqctl set_vhost_limits",
+    ),
+    "a queue of an older policy": (
+        {"steps": (KEPT, Step("stale", "mail.retry.9.9s", "with 3 messages", "once it is empty"))},
+        "warning", "stale", "mail.retry.9.9s: with 3 messages", "once it is empty",
+    ),
+    "a queue of nobody": (
+        {"steps": (KEPT, Step("removed", "old", "is of no consumer", "rabbitmqctl delete_queue"))},
+        "warning", "removed", "old: is of no consumer", "rabbitmqctl delete_queue",
+    ),
+    "a second parking lot": (
+        {"steps": (KEPT, Step("extra", "copy", "is bound as well", "curl -X DELETE"))},
+        "warning", "extra", "copy: is bound as well", "curl -X DELETE",
+    ),
+    "a policy that changes something": (
+        {"steps": (KEPT, Step("policy", "p", "policy on mail: is parked after 3", "clear_policy p"))},
+        "warning", "policies", "p: policy on mail", "clear_policy p",
+    ),
+    "a policy that loses messages": (
+        {"steps": (KEPT, Step("policy", "p", "policy on mail: parked messages are lost", "clear p"))},
+        "fault", "policies", "p: policy on mail", "clear p",
     ),
     "messages that nobody takes": (
         {"held": (main(7, 0, "my mail"), lot())},
@@ -260,19 +294,20 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "warning", "dead letters", "mail.retry.1.1s holds 5", "rabbit-tasks topology declare",
     ),
     "a broker that falls silent": (
-        {"silence": "127.0.0.1:5672 did not answer within 10 s", "held": None, "missing": None,
-         "differences": None, "worker_refusals": None},
+        {"silence": "127.0.0.1:5672 did not answer within 10 s", "held": None, "steps": None},
         "fault", "connection", "asked no further: 127.0.0.1:5672 did not answer", "check_running",
     ),
     "no app": (
-        {"app": None, "held": None, "missing": None, "differences": None, "worker_refusals": None},
-        "unseen", "the app's queues", "no app is named", "rabbit-tasks --app module:attribute doctor",
+        {"app": None, "held": None, "steps": None},
+        "unseen", "not looked at", "the app's queues: no app is named",
+        "rabbit-tasks --app module:attribute doctor",
     ),
     "no management API": (
         {"nodes": None, "quorums": None, "readers": None, "deprecated": None,
          "disabled_flags": None, "ahead": None,
          "unseen": [("cluster, clock", "RABBIT_TASKS_MANAGEMENT_URL is not set")]},
-        "unseen", "cluster, clock", "not looked at: RABBIT_TASKS_MANAGEMENT_URL is not set", "set RABBIT_TASKS_MANAGEMENT_URL=",
+        "unseen", "not looked at", "cluster, clock: RABBIT_TASKS_MANAGEMENT_URL is not set",
+        "set RABBIT_TASKS_MANAGEMENT_URL=",
     ),
 }  # fmt: skip
 
@@ -372,3 +407,49 @@ def test_queues_of_other_apps_do_not_count_for_the_health_of_ours() -> None:
     assert not_well(diagnose(facts(quorums=(ours, theirs)))) == []
     rows = diagnose(facts(quorums=(ours, theirs), app=None, held=None))
     assert [row.about for row in rows if row.state == "fault"] == ["quorum"]
+
+
+def test_without_what_is_missing_a_user_that_may_not_declare_is_a_fault() -> None:
+    steps = (
+        Step("create", "mail", "is missing"),
+        Step("permission", "declare", "may not", "allow"),
+    )
+    rows = diagnose(facts(steps=steps))
+    assert [(row.state, row.about) for row in not_well(rows)] == [
+        ("fault", "topology"), ("fault", "permissions"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("definition", "state"),
+    [
+        ({"message-ttl": 1000}, "fault"),
+        ({"expires": 1000}, "fault"),
+        ({"max-length": 10}, "fault"),
+        ({"max-length": 10, "overflow": "drop-head"}, "fault"),
+        ({"overflow": "drop-head"}, "fault"),
+        ({"delivery-limit": 1}, "fault"),
+        ({"consumer-timeout": 1000}, "warning"),
+        ({"max-length": 10, "overflow": "reject-publish"}, "warning"),
+    ],
+)
+def test_a_policy_is_a_fault_where_messages_of_a_main_or_a_parking_queue_may_be_lost(
+    definition: dict[str, object], state: str
+) -> None:
+    told = [say for queue in app.topology.queues if queue.role in ("main", "parked")
+            for say in changes(queue, definition)]  # fmt: skip
+    steps = (KEPT, *(Step("policy", "p", say, "clear it") for say in told))
+    states = {row.state for row in not_well(diagnose(facts(steps=steps)))}
+    assert state in states
+    assert ("fault" in states) == (state == "fault")
+
+
+def test_what_was_not_looked_at_is_told_once_per_reason() -> None:
+    unset = "RABBIT_TASKS_MANAGEMENT_URL is not set"
+    steps = (KEPT, Step("unseen", "bindings", unset), Step("unseen", "limits", "said 403"))
+    unseen = [("cluster, bindings", unset), ("nodes", "said 403")]
+    rows = diagnose(facts(steps=steps, unseen=unseen))
+    assert [(row.about, row.says) for row in rows if row.state == "unseen"] == [
+        ("not looked at", f"cluster, bindings: {unset}"),
+        ("not looked at", "nodes, limits: said 403"),
+    ]
