@@ -15,7 +15,7 @@ from tests.acceptance.conftest import Figures
 from tests.conftest import eventually
 from tests.support.account import ENVIRONMENT, Account
 from tests.support.brokers import Broker
-from tests.support.faults import FAULTS, Deleted, Fault, Gone, Scene, is_quick
+from tests.support.faults import FAULTS, Fault, Scene, is_quick
 from tests.support.line import line
 from tests.support.load import KINDS, Load
 from tests.support.namespace import Namespace, a_namespace
@@ -81,11 +81,9 @@ async def _suffer(scene: Scene, *faults: Fault) -> float:
     scene.long.clear()
     await scene.in_hand(Order(until=str(end)))
     long = set(scene.long)
-    for i, fault in enumerate(faults):
+    for fault in faults:
         await fault.strike(scene)
         await fault.mend(scene)
-        if isinstance(fault, Deleted) and faults[i + 1 : i + 2] == (Gone("kill"),):
-            await asyncio.sleep(2)  # a quorum queue's first half second does not survive a SIGKILL
     took = await _works_again(scene)
     assert not {row["id"] for row in scene.runs.all("end")} & long
     end.touch()

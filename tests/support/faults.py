@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import subprocess
 import sys
+import time
 import urllib.error
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -32,6 +34,7 @@ class Scene:
 
     settings    straight to the broker
     long        the ids of messages that are in hand while it happens
+    declared    when queues were last made anew
     """
 
     broker: Broker
@@ -43,6 +46,7 @@ class Scene:
     load: Load
     runs: Runs
     long: list[str] = field(default_factory=list)
+    declared: float = -math.inf
 
     async def in_hand(self, order: Order, kinds: Sequence[type[Consumer[Order]]] = KINDS) -> None:
         """A message like this in each kind of handler."""
@@ -50,6 +54,17 @@ class Scene:
             ids = {await publisher.publish(kind, order) for kind in kinds}
         self.long += ids
         await eventually(lambda: ids <= {row["id"] for row in self.runs.all()}, within=30)
+
+    async def silent(self) -> None:
+        """Past three heartbeats, and until the worker has noticed: it has no session any more."""
+        await asyncio.sleep(SILENT)
+        await eventually(
+            lambda: (
+                self.worker.log.rfind('"message": "connection lost')
+                > self.worker.log.rfind('"message": "connected to RabbitMQ')
+            ),
+            within=30,
+        )
 
 
 class Fault(Protocol):
@@ -98,9 +113,13 @@ class Gone(Fault):
         return "" if broker.can_be_hurt else "RABBIT_TASKS_TEST_BROKER is not set"
 
     async def strike(self, scene: Scene) -> None:
+        if (
+            self.verb == "kill"
+        ):  # a quorum queue's first half second does not survive it (3.10 to 4.3)
+            await asyncio.sleep(scene.declared + 2 - time.monotonic())
         await asyncio.to_thread(scene.broker.hurt, self.verb)
         if self.verb == "freeze":
-            await asyncio.sleep(SILENT)
+            await scene.silent()
 
     async def mend(self, scene: Scene) -> None:
         await asyncio.to_thread(scene.broker.hurt, self.back)
@@ -113,7 +132,7 @@ class Silence(Fault):
 
     async def strike(self, scene: Scene) -> None:
         scene.line.silence()
-        await asyncio.sleep(SILENT)
+        await scene.silent()
 
     async def mend(self, scene: Scene) -> None:
         scene.line.speak()
@@ -130,7 +149,7 @@ class Unplugged(Fault):
     async def strike(self, scene: Scene) -> None:
         assert scene.namespace is not None
         scene.namespace.unplug()
-        await asyncio.sleep(SILENT)
+        await scene.silent()
 
     async def mend(self, scene: Scene) -> None:
         assert scene.namespace is not None
@@ -156,6 +175,7 @@ class Deleted(Fault):
 
     async def mend(self, scene: Scene) -> None:
         await declare_by_hand(scene.settings.url)
+        scene.declared = time.monotonic()
         scene.load.forget()
 
 
