@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Awaitable
@@ -95,6 +96,16 @@ def check(cls: type[Consumer[Any]]) -> None:
         raise ConfigurationError(f'{cls.__name__} has no queue; write queue = "images.resize"')
     if not isinstance(queue, str) or not queue:
         raise ConfigurationError(f"{cls.__name__}.queue is {queue!r}; it takes a queue's name")
+    # What the client library can declare; the broker itself takes any UTF-8.
+    if strange := re.search(r"[^a-zA-Z0-9 \-_.:@#,/><]", queue):
+        raise ConfigurationError(
+            f"{cls.__name__}.queue {queue!r} has {strange[0]!r}; take ASCII letters, digits, spaces "
+            "and -_.:@#,/><"
+        )
+    if queue.startswith("amq."):
+        raise ConfigurationError(
+            f"{cls.__name__}.queue {queue!r}: names in amq. are the broker's own"
+        )
     _check_handler(cls)
     if not isinstance(cls.retry, RetryPolicy):
         raise ConfigurationError(

@@ -205,14 +205,6 @@ def _waiting(name: str, role: Literal["retry", "crashed"], main: str, delay: tim
 
 def _check_names(served: tuple[Queue, ...], consumer: type[Consumer[Any]]) -> None:
     name, where = consumer.queue, f"{consumer.__name__}.queue"
-    # What the client library can declare; the broker itself takes any UTF-8.
-    strange = re.sub(r"[a-zA-Z0-9 \-_.:@#,/><]", "", name)
-    if strange:
-        raise ConfigurationError(
-            f"{where} {name!r} has {strange[0]!r}; take ASCII letters, digits, spaces and -_.:@#,/><"
-        )
-    if name.startswith("amq."):
-        raise ConfigurationError(f"{where} {name!r}: names in amq. are the broker's own")
     # `parked discard NAME.parked` empties a parking queue: no name may be both that and live work.
     if name.endswith(parked_queue("")) or _WAITING_NAME.search(name):
         other = re.sub(r"\.(parked|retry|crashed)", r"-\1", name)

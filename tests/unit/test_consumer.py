@@ -294,6 +294,9 @@ def test_these_handlers_will_do(handler: Any) -> None:
     [
         ({"queue": ""}, "Made.queue is ''; it takes a queue's name"),
         ({"queue": 5}, "Made.queue is 5; it takes a queue's name"),
+        ({"queue": "gruß"}, r"Made.queue 'gruß' has 'ß'; take ASCII letters, digits, spaces and"),
+        ({"queue": "a\nb"}, r"Made.queue 'a\\nb' has '\\n'; take ASCII letters"),
+        ({"queue": "amq.x"}, r"Made.queue 'amq\.x': names in amq\. are the broker's own"),
         ({"queue": None}, r'Made has no queue; write queue = "images.resize"'),
         ({"handle": Consumer.handle}, "Made has no handler; write async def handle"),
         ({"handle": yields}, "Made.handle is a generator, which would never run"),
