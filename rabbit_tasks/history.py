@@ -33,8 +33,8 @@ ROOM: Final = 8_192
 # A publisher's time limit has had its chance, and would make a parked copy vanish; another user's
 # name makes the broker refuse the copy (406).
 NOT_COPIED: Final = ("expiration", "user_id")
-_RENEWED: Final = names.OURS - {names.REPLAYED}
-_ENDED: Final = names.OURS - {names.ATTEMPTS, names.REPLAYED}
+_RENEWED: Final = names.OURS - {names.REPLAYED, names.EDITED}
+_ENDED: Final = names.OURS - {names.ATTEMPTS, names.REPLAYED, names.EDITED}
 _PARK: Final = f"{Park.__module__}.{Park.__qualname__}"
 _ENTRY: Final = {"attempt": int, "when": str, "seconds": float, "error": str, "worker": str}
 
@@ -243,18 +243,63 @@ def returned(before: Properties, *, message_id: str, frame_max: int) -> Properti
     return _as_fits(before, {}, names.is_brokers, message_id, frame_max)
 
 
-def replayed(before: Properties, *, when: datetime, message_id: str, frame_max: int) -> Properties:
-    """The properties of a parked message's copy with fresh attempts; its history stays."""
+def replayed(
+    before: Properties,
+    *,
+    when: datetime,
+    message_id: str,
+    frame_max: int,
+    replay: str = "",
+    edited: bytes | None = None,
+) -> Properties:
+    """The properties of a parked message's copy with fresh attempts; its history stays.
+
+    replay  the id of this copy, for those who ask which replay made it
+    edited  the body it was parked with, where the copy has another. The first of them is kept, cut
+            to what fits
+    """
     last = before.header(names.REPLAYED)
     count = last.get("count", 0) if isinstance(last, dict) else 0
     count = count if isinstance(count, int) and 0 <= count < 1_000_000 else 0
-    return _as_fits(
-        before,
-        {names.REPLAYED: {"count": count + 1, "when": when.isoformat(timespec="milliseconds")}},
-        lambda name: name in _ENDED or names.is_brokers(name),
-        message_id,
-        frame_max,
-    )
+    now = when.isoformat(timespec="milliseconds")
+    headers: dict[str, Any] = {names.REPLAYED: {"count": count + 1, "when": now}}
+    if replay:
+        headers[names.REPLAYED]["id"] = replay
+
+    def made(more: Mapping[str, Any]) -> Properties:
+        return _as_fits(
+            before,
+            {**headers, **more},
+            lambda name: name in _ENDED or names.is_brokers(name),
+            message_id,
+            frame_max,
+        )
+
+    if edited is None:
+        return made({})
+    size, body = _first_body(before) or (len(edited), edited)
+    room = max(0, frame_max - ROOM - made({names.EDITED: _edit(now, size, b"")}).frame_size())
+    return made({names.EDITED: _edit(now, size, body[:room])})
+
+
+def _edit(when: str, size: int, body: bytes) -> dict[str, Any]:
+    return {"when": when, "size": size, "body": body}
+
+
+def _first_body(before: Properties) -> tuple[int, bytes] | None:
+    """What an earlier edit kept."""
+    kept = before.header(names.EDITED)
+    if not isinstance(kept, dict):
+        return None
+    size, body = kept.get("size"), kept.get("body")
+    return (size, body) if isinstance(size, int) and isinstance(body, bytes) else None
+
+
+def replay_id(properties: Properties) -> str | None:
+    """Which replay made this copy; None where none did, or an older version of ours."""
+    last = properties.header(names.REPLAYED)
+    found = last.get("id") if isinstance(last, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def _as_fits(

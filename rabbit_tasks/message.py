@@ -22,7 +22,13 @@ ATTEMPTS: Final = "x-attempts"
 PARKED_REASON: Final = "x-parked-reason"
 PARKED_AT: Final = "x-parked-at"
 REPLAYED: Final = "x-replayed"
-"""A table of count and when: how often the message was replayed, and the last time."""
+"""A table of count, when and id: how often the message was replayed; the last time, and which replay
+it was: no other copy has this id."""
+REPLAYING: Final = "x-replaying"
+"""Of a note that a replay leaves on the broker beside its copies; never of a message."""
+EDITED: Final = "x-edited"
+"""A table of when, size and body: the message's body was changed in the parking lot, the last time;
+how many bytes it had before the first time, and these, as far as a frame holds them."""
 MIGRATING: Final = "x-migrating"
 """A table of expiration and user_id: what a message had before its queue is migrated, while it waits."""
 CRASHES: Final = "x-crashes"
@@ -31,7 +37,7 @@ last had an outcome, and which worker is the last that is known to have had it, 
 
 OURS: Final = frozenset(
     {RETRY_COUNT, ORIGIN_QUEUE, ERROR_TYPE, ERROR_MESSAGE, ERROR_STACK, ERROR_FINGERPRINT,
-     ATTEMPTS, PARKED_REASON, PARKED_AT, REPLAYED, MIGRATING, CRASHES}
+     ATTEMPTS, PARKED_REASON, PARKED_AT, REPLAYED, REPLAYING, EDITED, MIGRATING, CRASHES}
 )  # fmt: skip
 
 # The broker's: read for display and for the crash count, never for the attempt number.
