@@ -218,20 +218,3 @@ def _check_names(served: tuple[Queue, ...], consumer: type[Consumer[Any]]) -> No
             f"{where}: its {longest.role} queue's name {name[:40]}… has {len(longest.name)} bytes, "
             f"AMQP takes 255; make the queue's name {over} shorter"
         )
-
-
-def tree(topology: Topology) -> str:
-    """The topology as text for people."""
-    lines = []
-    for main in (q for q in topology.queues if q.role == "main"):
-        limit = main.arguments["x-delivery-limit"]
-        lines.append(f"{main.name}   (quorum, delivery limit {limit})")
-        served = [q for q in topology.queues if q.main == main.name and q.role != "main"]
-        for queue in served:
-            if queue.role == "parked":
-                lines.append(f"└── {queue.name}   set aside, by exchange {PARKING_LOT}")
-                continue
-            delay = duration_text(queue.arguments["x-message-ttl"] * MILLISECOND)
-            why = "where workers died, then back" if queue.role == "crashed" else "then back"
-            lines.append(f"├── {queue.name}   waits {delay}, {why} to {main.name}")
-    return "\n".join(lines)

@@ -162,6 +162,27 @@ def _write(path: Path, text: str, given: list[str], *, check: bool) -> None:
     tell(f"{path} is up to date")
 
 
+@topology.command("permissions")
+def permissions(
+    context: typer.Context,
+    user: Annotated[
+        str | None, typer.Option(help="To whom the commands give them.", show_default="USER")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """The least permissions that publishing, working, declaring and the parking lot need, each."""
+    from rabbit_tasks.rights import rights
+
+    app = find_app(context.obj.app)
+    vhost = settings_of(context).addresses()[0].vhost
+    for what, needed in rights(app.topology).items():
+        if as_json:
+            typer.echo(json.dumps({"for": what, **asdict(needed)}))
+            continue
+        given = [vhost, user or "USER", needed.configure, needed.write, needed.read]
+        typer.echo(f"# {what}\nrabbitmqctl set_permissions -p {shlex.join(given)}")
+
+
 @topology.command("declare")
 def declare_command(
     context: typer.Context,

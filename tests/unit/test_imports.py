@@ -24,7 +24,7 @@ FLOORS = [
     {"handler", "isolation", "broker", "repeats", "management"},
     {"frames", "process"},
     # ----- nothing below imports aio_pika -----
-    {"app", "policies", "drawing", "exports"},
+    {"app", "policies", "drawing", "exports", "rights"},
     {"topology", "observer", "history", "timeouts"},
     {"consumer", "settings"},
     {"retry", "message", "fingerprint"},
@@ -32,7 +32,7 @@ FLOORS = [
 ]
 PURE = {"errors", "message", "properties", "durations", "retry", "consumer", "topology", "settings",
         "observer", "app", "history", "text", "timeouts", "fingerprint",
-        "drawing", "exports", "policies"}  # fmt: skip
+        "drawing", "exports", "policies", "rights"}  # fmt: skip
 AMQP = {"aio_pika", "aiormq", "pamqp"}
 TYPER = {"typer", "rich", "click"}
 
