@@ -51,16 +51,18 @@ class Replayed(Moved):
     """What a replay did.
 
     run         its own id: those of its copies, in their x-replayed, are this, a dash and a number
-    copies      those ids by the messages' ids; of the first ones only, see `remember`
+    copies      those ids, of up to 1,000, and the fingerprints of the failures they were parked with
     stopped     somebody asked it to stop before it was through
-    alone       messages go one by one, without a note, because our user may not create the queue
-                that the others go through: killed, it leaves one that may be twice, the first of the
-                next replay
+    alone       all went one by one, without a note, because our user may not create the queue that
+                others go through: had it been killed, the first message of the next replay might be
+                twice, and nothing would tell
+    resumed     what became of a replay before this one that was killed
     """
 
     run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
-    ids: list[str] = field(default_factory=list)
-    """Of the copies, the first thousand."""
+    copies: dict[str, str | None] = field(default_factory=dict)
+    staging: str = ""
+    """The queue that they go through."""
     stopped: bool = False
     alone: bool = False
     resumed: Resumed | None = None
@@ -73,6 +75,7 @@ async def replay(
     choose: Choose,
     *,
     limit: int | None = None,
+    among: int | None = None,
     to: str | None = None,
     into: str | None = None,
     rate: float | None = None,
@@ -91,6 +94,7 @@ async def replay(
     the first few, messages without an id, very large ones, and all where our user may not create
     that queue: copy, confirm, ack.)
 
+    among       of the first so many that are parked
     to          to this queue, wherever they came from
     into        to this queue where nothing tells where they came from
     rate        at most so many a second
@@ -105,7 +109,8 @@ async def replay(
     work = _Replay(connection, publisher, lot, choose, limit, to, into, edited, told,
                    Pace(rate), stop or asyncio.Event())  # fmt: skip
     done = work.done
-    left: int | None = None
+    done.staging = staging_queue(lot)
+    left = among
     while True:
         async with taking(connection, lot) as taken:
             if not dry_run and (
@@ -113,11 +118,11 @@ async def replay(
             ):
                 done.resumed = _sum(done.resumed, resumed)
                 continue
-            if left is None:
+            if left is not None:
+                taken.count = min(taken.count, left)
+            if not done.there:
                 done.there = taken.count
                 began(taken.count)
-            else:
-                taken.count = min(taken.count, left)
             if dry_run:
                 await work.only_look(taken)
                 return done
@@ -289,8 +294,8 @@ class _Replay:
             frame_max=self._connection.frame_max,
             edited=None if self._edited is None else message.body,
         )
-        if self._number <= ALONE:
-            self.done.ids.append(replay)
+        if self._limit is not None and len(self.done.copies) < 1_000:
+            self.done.copies[replay] = message.fingerprint
         one = _Copy(delivery, message, target, identity(message))
         if self._staging is None or self._goes_alone(message, copy):
             await self._send_window(taken)
