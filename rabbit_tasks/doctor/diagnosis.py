@@ -64,6 +64,7 @@ def diagnose(facts: Facts) -> list[Row]:
         *of_handlers(facts),
         *of_plan(facts),
         *of_queues(facts),
+        *of_left(facts),
         *of_unseen(facts),
     ]
 
@@ -550,7 +551,7 @@ def _of_step(step: Step, *, is_worker: bool) -> Row | None:
     says = f"{step.name}: {step.says}"
     match step.what:
         case "differs" if "x-queue-type" in step.says:
-            migrate = f"rabbit-tasks topology migrate {shlex.quote(step.name)}"
+            migrate = f"rabbit-tasks topology migrate {typed(step.name)}"
             return Row("fault", "queue type", says, migrate)
         case "bind" | "differs" | "limit":
             return Row("fault", "topology", says, step.remedy)
@@ -580,7 +581,7 @@ def of_queues(facts: Facts) -> Iterator[Row]:
                 "warning",
                 "consumers",
                 f"{main.queue}: {main.messages} messages wait and nobody consumes",
-                f"rabbit-tasks work {shlex.quote(main.queue)}",
+                f"rabbit-tasks work {typed(main.queue)}",
             )
     told = [f"{one.consumers} on {one.queue}" for one in mains if one.consumers]
     if told:
@@ -592,7 +593,7 @@ def of_queues(facts: Facts) -> Iterator[Row]:
                 "warning",
                 "parked",
                 f"{lot.main}: {lot.messages} messages wait for a person",
-                f"rabbit-tasks parked list {shlex.quote(lot.main)}",
+                f"rabbit-tasks parked list {typed(lot.main)}",
             )
     for queue, count in (facts.dead_letters or {}).items():
         yield Row(
@@ -605,6 +606,33 @@ def of_queues(facts: Facts) -> Iterator[Row]:
     lots = [one.messages for one in facts.held if one.role == "parked"]
     if lots and not any(lots):
         yield Row("ok", "parked", "nothing")
+
+
+def typed(queue: str) -> str:
+    """A queue's name as an argument of a command of ours."""
+    return ("-- " if queue.startswith("-") else "") + shlex.quote(queue)
+
+
+def of_left(facts: Facts) -> Iterator[Row]:
+    """What a replay or a migration was killed with."""
+    for one in facts.left:
+        name = typed(one.of)
+        if one.by == "migrate":
+            yield Row(
+                "fault",
+                "left behind",
+                f"{one.of}: {one.messages} of its messages wait in {one.queue}: a migration is at work, "
+                "or was stopped",
+                f"rabbit-tasks topology migrate {name}",
+            )
+        elif one.messages:  # (the queue itself stays, for the next one)
+            yield Row(
+                "warning",
+                "left behind",
+                f"{one.of}: {one.messages} copies in {one.queue}: a replay is at work, or was killed; "
+                "the next one puts them right",
+                f"rabbit-tasks parked replay {name}, with the same choice",
+            )
 
 
 def _of_strangers(facts: Facts) -> Iterator[Row]:

@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import aiormq.exceptions as amqp
 
@@ -30,13 +30,16 @@ from rabbit_tasks.broker import (
     words,
 )
 from rabbit_tasks.doctor.diagnosis import numbers
-from rabbit_tasks.doctor.facts import Clients, Facts, Held, Listener, Node, Quorum, Reader
-from rabbit_tasks.errors import ConnectError, Forbidden, ManagementError
+from rabbit_tasks.doctor.facts import Clients, Facts, Held, Left, Listener, Node, Quorum, Reader
+from rabbit_tasks.errors import ConfigurationError, ConnectError, Forbidden, ManagementError
 from rabbit_tasks.management import Management
+from rabbit_tasks.migration import holding_queue
+from rabbit_tasks.parking.queue import ParkingQueue
+from rabbit_tasks.parking.staging import staging_queue
 from rabbit_tasks.plan import BY_MANAGEMENT, plan
 from rabbit_tasks.settings import PREFIX, Address, Settings
 from rabbit_tasks.timeouts import warning_of
-from rabbit_tasks.topology import Queue
+from rabbit_tasks.topology import Queue, Topology
 from rabbit_tasks.worker import SPARE_CHANNELS
 
 DISTRIBUTION: Final = "rabbit-tasks"
@@ -157,6 +160,7 @@ async def _ask_amqp(
         told = (warning_of(connection.server_version, type(one)) for one in app.consumers)
         facts.handlers = tuple(text for text in told if text)
         facts.held = tuple(await _held(connection, app.topology.queues))
+        facts.left = tuple(await _left(connection, app.topology))
         facts.steps = tuple(await plan(connection, app.topology, management, exported=exported))
     except ConnectError as error:
         facts.silence = str(error)
@@ -204,6 +208,22 @@ async def _held(connection: Connection, queues: Iterable[Queue]) -> list[Held]:
                         messages=messages, consumers=consumers,
                     )
                 )  # fmt: skip
+    return found
+
+
+async def _left(connection: Connection, topology: Topology) -> list[Left]:
+    """What a replay or a migration was killed with, if it is not at work."""
+    places: list[tuple[Literal["replay", "migrate"], str, str]] = []
+    for queue in topology.queues:
+        if queue.role == "parked":
+            places.append(("replay", staging_queue(ParkingQueue.of(queue.name)), queue.main))
+        with suppress(ConfigurationError):  # a queue of the app has that name
+            places.append(("migrate", holding_queue(topology, queue.name).name, queue.name))
+    found = []
+    for by, name, of in places:
+        with suppress(Forbidden):
+            if (told := await declare.look(connection, name)) is not None:
+                found.append(Left(by, name, of, told[0]))
     return found
 
 

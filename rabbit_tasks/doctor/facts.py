@@ -78,6 +78,17 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Left:
+    """A queue that a replay or a migration has left behind, or is using at this moment."""
+
+    by: Literal["replay", "migrate"]
+    queue: str
+    of: str
+    """The queue whose messages it took."""
+    messages: int
+
+
+@dataclass(frozen=True)
 class Reader:
     """A consumer on a queue, as the management API tells."""
 
@@ -115,8 +126,7 @@ class Facts:
     steps: tuple[Step, ...] | None = None
     """What stands between the app and this broker: the plan."""
     held: tuple[Held, ...] | None = None
-    left: tuple[Held, ...] = ()
-    """Queues that a replay or a migration which was killed has left, with messages or without."""
+    left: tuple[Left, ...] = ()
 
     nodes: tuple[Node, ...] | None = None
     quorums: tuple[Quorum, ...] | None = None

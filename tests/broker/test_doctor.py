@@ -276,6 +276,21 @@ async def test_a_queue_of_an_older_policy_is_told(
     assert says.startswith("letters.retry.1.7s: of an older policy, and empty")
 
 
+async def test_what_a_killed_replay_or_migration_left_is_told(
+    settings: Settings, declared: Declared, connection: Connection, publisher: Publisher
+) -> None:
+    await declared(app)
+    channel = await connection.open()
+    for name in ("letters.replaying", "texts.replaying", "letters.parked.migrating"):
+        await channel.queue_declare(name, durable=True)
+    await publisher.send("", "letters.replaying", b"", Properties.of(delivery_mode=2))
+    found = wrong(await rows_of(settings))
+    assert {(state, about) for state, about, _ in found} == {
+        ("fault", "left behind"), ("warning", "left behind"),
+    }  # fmt: skip
+    assert {says.partition(": ")[0] for *_, says in found} == {"letters", "letters.parked"}
+
+
 # --- the way there ------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from rabbit_tasks.doctor.diagnosis import Row, diagnose, fits, has_fault, of_clients
 from rabbit_tasks.doctor.examination import is_loopback
-from rabbit_tasks.doctor.facts import Clients, Facts, Held, Listener, Node, Quorum, Reader
+from rabbit_tasks.doctor.facts import Clients, Facts, Held, Left, Listener, Node, Quorum, Reader
 from rabbit_tasks.plan import Step
 from rabbit_tasks.policies import changes
 from tests.support.post import app
@@ -293,6 +293,15 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         {"dead_letters": {"mail.retry.1.1s": 5}},
         "warning", "dead letters", "mail.retry.1.1s holds 5", "rabbit-tasks topology declare",
     ),
+    "what a migration left": (
+        {"left": (Left("migrate", "m y.migrating", "m y", 4),)},
+        "fault", "left behind", "m y: 4 of its messages wait in m y.migrating",
+        "rabbit-tasks topology migrate 'm y'",
+    ),
+    "what a replay left": (
+        {"left": (Left("replay", "mail.replaying", "mail", 4),)},
+        "warning", "left behind", "mail: 4 copies in mail.replaying", "rabbit-tasks parked replay mail",
+    ),
     "a broker that falls silent": (
         {"silence": "127.0.0.1:5672 did not answer within 10 s", "held": None, "steps": None},
         "fault", "connection", "asked no further: 127.0.0.1:5672 did not answer", "check_running",
@@ -442,6 +451,11 @@ def test_a_policy_is_a_fault_where_messages_of_a_main_or_a_parking_queue_may_be_
     states = {row.state for row in not_well(diagnose(facts(steps=steps)))}
     assert state in states
     assert ("fault" in states) == (state == "fault")
+
+
+def test_the_empty_queue_that_a_replay_keeps_for_the_next_one_is_nothing_to_tell() -> None:
+    rows = diagnose(facts(left=(Left("replay", "mail.replaying", "mail", 0),)))
+    assert not_well(rows) == []
 
 
 def test_what_was_not_looked_at_is_told_once_per_reason() -> None:
