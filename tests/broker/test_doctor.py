@@ -18,18 +18,17 @@ from rabbit_tasks import App, Publisher, Settings
 from rabbit_tasks import broker as brokers
 from rabbit_tasks import declare as declaring
 from rabbit_tasks.broker import Connection
-from rabbit_tasks.declare import declare
 from rabbit_tasks.doctor import Row, diagnose, examination, examine, has_fault
 from rabbit_tasks.properties import Properties
 from tests.conftest import eventually
 from tests.support.brokers import Broker
 from tests.support.inprocess import Running
-from tests.support.post import Letter, Letters, Texts
+from tests.support.post import Letter, Letters
 from tests.support.proxy import before
 from tests.support.queues import depth, take
 from tests.support.tls import tls_proxy
 
-app = App("post", [Letters(), Texts()])
+app = App("post", [Letters()])
 Declared = Callable[[App], Awaitable[None]]
 Run = Callable[[App], Awaitable[Running]]
 
@@ -115,7 +114,7 @@ async def test_what_is_not_declared_is_one_fault(seeing: Settings) -> None:
     rows = await rows_of(seeing)
     ((state, about, says),) = wrong(rows)
     assert (state, about) == ("fault", "topology")
-    assert says.startswith("15 queues and exchanges of app post are missing: parking-lot, letters")
+    assert says.startswith("8 queues and exchanges of app post are missing: parking-lot, letters")
     assert [row.remedy for row in rows if row.state == "fault"] == ["rabbit-tasks topology declare"]
 
 
@@ -124,7 +123,6 @@ async def test_a_queue_of_the_wrong_type_is_a_fault_that_migrate_mends(
 ) -> None:
     channel = await connection.open()
     await channel.queue_declare("letters", durable=True)
-    await declare(connection, App("others", [Texts()]).topology)
     rows = await rows_of(settings)
     (row,) = [row for row in rows if row.about == "queue type"]
     assert row.state == "fault"
@@ -137,17 +135,17 @@ async def test_parked_messages_and_those_that_nobody_takes_are_told_and_not_touc
 ) -> None:
     await declared(app)
     ids = [await publisher.publish(Letters, Letter(to="anna")) for _ in range(3)]
-    await publisher.send("parking-lot", "texts", b"x", Properties.of(delivery_mode=2))
+    await publisher.send("parking-lot", "letters", b"x", Properties.of(delivery_mode=2))
     rows = await rows_of(seeing)
     assert wrong(rows) == [
         ("warning", "consumers", "letters: 3 messages wait and nobody consumes"),
-        ("warning", "parked", "texts: 1 messages wait for a person"),
+        ("warning", "parked", "letters: 1 messages wait for a person"),
     ]
     assert not has_fault(rows)
     found = [await take(connection, "letters") for _ in ids]
     assert [one.properties.text("message_id") for one in found if one] == ids
     assert all(one and not one.properties.header("x-delivery-count") for one in found)
-    assert await depth(connection, "texts.parked") == 1
+    assert await depth(connection, "letters.parked") == 1
 
 
 async def test_workers_are_told_and_whoever_else_consumes_is_told_with_its_name(
@@ -161,7 +159,7 @@ async def test_workers_are_told_and_whoever_else_consumes_is_told_with_its_name(
         there = await other.channel()
         queue = await there.get_queue("letters", ensure=False)
         await queue.consume(nothing)
-        wanted = {"letters": 2, "texts": 1, "letters.retry.1.100ms": 1}
+        wanted = {"letters": 2, "letters.retry.1.100ms": 1}
         await eventually(lambda: known_consumers(broker, vhost) == wanted, within=20)
         rows = await rows_of(seeing)
     thief, stranger = wrong(rows)
@@ -170,7 +168,7 @@ async def test_workers_are_told_and_whoever_else_consumes_is_told_with_its_name(
     assert stranger[:2] == ("warning", "consumers")
     assert "letters: 1 consumer(s) that are not rabbit_tasks': pika, user guest" in stranger[2]
     (row,) = [row for row in rows if (row.state, row.about) == ("ok", "consumers")]
-    assert row.says == "2 on letters, 1 on texts"
+    assert row.says == "2 on letters"
 
 
 def known_consumers(broker: Broker, vhost: str) -> Counter[str]:
@@ -199,11 +197,11 @@ def limited(broker: Broker, vhost: str, url: str) -> Iterator[Callable[..., Sett
 @pytest.mark.parametrize(
     ("permissions", "lacking"),
     [
-        ({"read": "^letters$"}, ["queue 'texts'"]),
+        ({"read": "^$"}, ["queue 'letters'"]),
         ({"write": "^parking-lot$"}, ["exchange 'amq.default'"]),
         ({"write": "^amq.default$"}, ["exchange 'parking-lot'"]),
-        ({"read": "^letters$", "write": "^$"},
-         ["queue 'texts'", "exchange 'amq.default'", "exchange 'parking-lot'"]),
+        ({"read": "^$", "write": "^$"},
+         ["queue 'letters'", "exchange 'amq.default'", "exchange 'parking-lot'"]),
     ],
 )  # fmt: skip
 async def test_a_permission_that_a_worker_lacks_is_a_fault_with_the_command_that_gives_it(
@@ -281,7 +279,7 @@ async def test_what_a_killed_replay_or_migration_left_is_told(
 ) -> None:
     await declared(app)
     channel = await connection.open()
-    for name in ("letters.replaying", "texts.replaying", "letters.parked.migrating"):
+    for name in ("letters.replaying", "letters.parked.migrating"):
         await channel.queue_declare(name, durable=True)
     await publisher.send("", "letters.replaying", b"", Properties.of(delivery_mode=2))
     found = wrong(await rows_of(settings))
