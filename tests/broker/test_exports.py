@@ -35,11 +35,11 @@ SLASHES = App("slashes", [made("eu/mail@home", 1)]).topology
 def parts(definitions: dict[str, Any], like: dict[str, Any]) -> dict[str, list[Any]]:
     """Queues, exchanges and bindings in whatever order, by what is said of them in another file.
 
-    (4.3 says more of each: the type a second time, whose exchange it is.)
+    (4.3 says the type of a queue a second time, and of an exchange not that it is not internal.)
     """
     return {
         kind: sorted(
-            ({name: one[name] for name in like[kind][0]} for one in definitions[kind]),
+            ({name: one.get(name, False) for name in like[kind][0]} for one in definitions[kind]),
             key=lambda one: json.dumps(one, sort_keys=True),
         )
         for kind in ("exchanges", "queues", "bindings")
