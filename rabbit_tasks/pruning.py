@@ -100,7 +100,8 @@ async def prune(
     One that holds anything is kept, and what waits there goes home in its time. `told` is called
     with the names before the wait for the broker's figures of them. TopologyError while
     a worker of another topology of this app is connected, or a permission is missing;
-    ConfigurationError without the management API, ManagementError where it does not tell enough.
+    ConfigurationError without the management API, ManagementError where it does not tell enough,
+    ConnectError that names those that were removed before the connection was lost.
     """
     management = Management.of(settings)
     if management is None:
@@ -128,7 +129,13 @@ async def prune(
         if watches:
             await _nobody_else(management, app)
         for name, watch in watches.items():
-            found[name] = await _to_its_end(_remove(connection, publisher, watch))
+            try:
+                found[name] = await _to_its_end(_remove(connection, publisher, watch))
+            except ConnectError as error:
+                gone = ", ".join(one.name for one in found.values() if one.kept is None)
+                raise ConnectError(
+                    f"{error}; removed before: {gone or 'nothing'}; again: {PRUNE}"
+                ) from None
     return [found[name] for name in names]
 
 
@@ -254,15 +261,14 @@ async def _remove(connection: Connection, publisher: Publisher, watch: _Watch) -
     try:
         async with Questions(connection) as questions:
             await questions.ask(watch.name, partial(_delete, name=watch.name))
-            # Before this comes whatever had arrived in the queue. Not on the channel of the delete:
-            # that one drops deliveries of a queue that it has just deleted.
+            # Before this comes whatever the queue had confirmed before it was deleted.
             async with asyncio.timeout(RPC_TIMEOUT):
                 await watch.ended.wait()
     except (ConnectError, TimeoutError) as error:
-        again = await publisher.connect()
-        if await declare.look(again, watch.name) is not None:
-            raise
-        log.warning("%s: removed, though the broker's answer did not come (%s)", watch.name, error)
+        why = str(error) or f"{watch.name}: our consumer there was not ended"
+        if await declare.look(await publisher.connect(), watch.name) is not None:
+            raise ConnectError(why) from None  # and what had come to us is there again
+        log.warning("%s; but it is removed", why)
     if not watch.arrived:
         return Pruned(watch.name)
     for message in watch.arrived:
