@@ -28,6 +28,8 @@ MIN_ACK_TIMEOUT: Final = timedelta(minutes=1)
 MAX_ACK_TIMEOUT: Final = timedelta(days=49)
 """Erlang's timers take 2^32 - 1 milliseconds."""
 
+NOT_IN_A_NAME: Final = re.compile(r"[^a-zA-Z0-9 \-_.:@#,/+]")
+"""What the client library (pamqp 4) takes in no queue's name; the broker itself takes any UTF-8."""
 MAX_FAULTS: Final = 1000
 """Faults of one body that are looked at."""
 
@@ -96,11 +98,10 @@ def check(cls: type[Consumer[Any]]) -> None:
         raise ConfigurationError(f'{cls.__name__} has no queue; write queue = "images.resize"')
     if not isinstance(queue, str) or not queue:
         raise ConfigurationError(f"{cls.__name__}.queue is {queue!r}; it takes a queue's name")
-    # What the client library can declare; the broker itself takes any UTF-8.
-    if strange := re.search(r"[^a-zA-Z0-9 \-_.:@#,/><]", queue):
+    if strange := NOT_IN_A_NAME.search(queue):
         raise ConfigurationError(
             f"{cls.__name__}.queue {queue!r} has {strange[0]!r}; take ASCII letters, digits, spaces "
-            "and -_.:@#,/><"
+            "and -_.:@#,/+"
         )
     if queue.startswith("amq."):
         raise ConfigurationError(

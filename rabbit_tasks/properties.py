@@ -188,12 +188,20 @@ class Properties:
             fields["headers"] = _pack_table(kept)
         return Properties(fields)
 
+    def by_name(self) -> Properties:
+        """A copy with its headers sorted, as 3.10 sorts them when it adds one of its own."""
+        fields = dict(self._fields)
+        if self.table:
+            fields["headers"] = _pack_table(sorted(self.table))
+        return Properties(fields)
+
     @property
     def is_whole(self) -> bool:
-        """Whether it is a property list to its last byte. (A broker sends no other, and closes the
-        connection on one.)"""
-        sound = all(_end(value, 0) == len(value) for _, value in self.table)
-        return sound and Properties(self._fields).encode() == self.encode()
+        """Whether it is a property list to its last byte, whatever stands in its headers.
+
+        (A broker closes the connection on one that is not.)
+        """
+        return Properties(self._fields).encode() == self.encode()
 
 
 def _name(key: bytes) -> str:

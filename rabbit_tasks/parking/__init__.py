@@ -4,10 +4,11 @@ parked       a message as it lies there
 look         how to look without changing anything; what every command here stands on
 replaying    back to the main queues, with fresh attempts
 discarding   gone for good
+foreign      dead letter queues that are not ours
 archive      out into lines of JSON, and back
 """
 
-from rabbit_tasks.parking.archive import Imported, export_to, import_from
+from rabbit_tasks.parking.archive import Archived, Imported, export_to, import_from
 from rabbit_tasks.parking.choice import Choice
 from rabbit_tasks.parking.discarding import Asked, discard
 from rabbit_tasks.parking.look import Moved, browse
@@ -16,6 +17,7 @@ from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.parking.replaying import replay
 
 __all__ = [
+    "Archived",
     "Asked",
     "Choice",
     "Choose",

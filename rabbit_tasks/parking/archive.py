@@ -31,9 +31,9 @@ from typing import Any, BinaryIO, Final
 from rabbit_tasks.broker import ALONE_FROM, Connection, Publisher
 from rabbit_tasks.errors import ParkingError, PublishError
 from rabbit_tasks.frames import mark
-from rabbit_tasks.message import ACQUIRED_COUNT, DELIVERY_COUNT
+from rabbit_tasks.parking.foreign import refuse_main
 from rabbit_tasks.parking.look import Moved, taking
-from rabbit_tasks.parking.parked import Choose, ParkedMessage
+from rabbit_tasks.parking.parked import Choose, ParkedMessage, kept
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.text import one_line
@@ -57,14 +57,6 @@ class Archived:
 
     body: bytes = field(repr=False)
     properties: Properties = field(repr=False)
-
-
-def kept(properties: Properties) -> Properties:
-    """The properties with which a message was parked, whatever the looks at it since then."""
-    counts = {DELIVERY_COUNT, ACQUIRED_COUNT}
-    if not counts & properties.headers.keys():
-        return properties
-    return properties.without(*counts)
 
 
 # --- a line, pure -------------------------------------------------------------------------------
@@ -278,14 +270,16 @@ async def import_from(
     Two things cannot come back, for what the broker would make of them: CC and BCC, by which it would
     deliver the message once more to the queues named there, and the user id of another user than ours.
     """
-    name = ParkingQueue.of(queue).name
-    address = (await publisher.connect()).address
+    parking = ParkingQueue.of(queue)
+    connection = await publisher.connect()
+    await refuse_main(connection, parking)
+    user = connection.address.user if connection.address else None
     for chunk in _chunks(messages):
         sent: list[tuple[int, asyncio.Task[None]]] = []
         for line, message in chunk:
-            properties = _acceptable(message.properties, address.user if address else None)
+            properties = _acceptable(message.properties, user)
             imported.altered += properties is not message.properties
-            going = publisher.send("", name, message.body, properties)
+            going = publisher.send("", parking.name, message.body, properties)
             sent.append((line, asyncio.create_task(going)))
         try:
             await asyncio.wait([task for _, task in sent])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import Callable
@@ -17,9 +18,10 @@ from rabbit_tasks.parking.queue import ParkingQueue
 def identity(message: ParkedMessage) -> bytes:
     """What tells a message from every other, but from its own copy: a digest of all of it.
 
-    The broker's counts of looks at it are left out: the next look finds others.
+    What the next look finds otherwise is left out: the broker's counts of looks, and the headers'
+    order (3.10 sorts them when it adds its count).
     """
-    properties = message.properties.without(DELIVERY_COUNT, ACQUIRED_COUNT).encode()
+    properties = message.properties.without(DELIVERY_COUNT, ACQUIRED_COUNT).by_name().encode()
     digest = hashlib.blake2b(len(properties).to_bytes(4, "big") + properties, digest_size=16)
     digest.update(message.body)
     return digest.digest()
@@ -76,7 +78,13 @@ async def discard(
                 continue
             moved.chosen += 1
             if not dry_run:
-                await taken.ack(delivery)
+                going = asyncio.ensure_future(taken.ack(delivery))
+                try:
+                    await asyncio.shield(going)
+                except asyncio.CancelledError:
+                    await going  # it may be written already, so it is
+                    told(message)
+                    raise
             told(message)
         await taken.arrived()
     return moved

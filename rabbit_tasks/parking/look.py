@@ -49,6 +49,7 @@ from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.message import DELIVERY_COUNT
 from rabbit_tasks.parking.conveyor import acks_of, written
+from rabbit_tasks.parking.foreign import LastTime, Terms, terms_of
 from rabbit_tasks.parking.parked import ParkedMessage
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.topology import parked_queue
@@ -112,7 +113,9 @@ class Taken:
                     one may, each look is one step towards it
     """
 
-    def __init__(self, connection: Connection, queue: str, there: int, *, asking: Asking) -> None:
+    def __init__(
+        self, connection: Connection, queue: str, there: int, *, asking: Asking, terms: Terms
+    ) -> None:
         self._all = min(there, _WINDOWS * _WINDOW)
         self.count = self._all
         self.behind = there - self._all
@@ -121,6 +124,8 @@ class Taken:
         """Of this look alone: it may stand still, and its end gives everything back."""
         self._queue = queue
         self._asking = asking
+        self._terms = terms
+        self._last = LastTime(queue, terms.limit) if terms.limit else None
         self._channel: Channel | None = None
         self._tags: list[str] = []
         self._deliveries: deque[DeliveredMessage] = deque()
@@ -144,6 +149,8 @@ class Taken:
             count = message.properties.header(DELIVERY_COUNT)
             if isinstance(count, int):
                 self.delivery_count = max(self.delivery_count, count)
+            if self._last is not None:
+                self._last.keep(delivery, message)
             yield delivery, message
 
     async def _next(self) -> DeliveredMessage | None:
@@ -262,6 +269,8 @@ class Taken:
             if self._channel is not None:
                 tags = [delivery.delivery_tag or 0 for delivery in deliveries]
                 await written(self._channel, acks_of(self._channel, tags))
+                if self._last is not None:
+                    self._last.drop(tags)
         self._acks += len(deliveries)
 
     async def arrived(self) -> None:
@@ -289,11 +298,38 @@ class Taken:
 
     async def give_back(self) -> None:
         """Return what was not acked, when the broker has the acks, and see it arrive."""
+        try:
+            if self._last is not None and self._tags:
+                await self._put_back(self._last)
+        finally:
+            await self._give_back()
+
+    async def _put_back(self, last: LastTime) -> None:
+        """What the broker would not take back, as copies. Which those are, the reading tells."""
+        with suppress(ParkingError):
+            self.count = self._all
+            async for _ in self:
+                pass
+
+        async def ack(tag: int) -> None:
+            if self._channel is not None:
+                await written(self._channel, acks_of(self._channel, [tag]))
+            self._acks += 1
+
+        await last.put_back(self._asking.connection, ack)
+
+    async def _give_back(self) -> None:
         with suppress(ParkingError):
             await self.arrived()
         self._is_ended = True
         self._deliveries.clear()
         self._hold()
+        if self._terms.by_nack and self._channel is not None:
+            with suppress(Exception):
+                for tag in self._tags:
+                    await self._channel.basic_cancel(tag, timeout=RPC_TIMEOUT)
+                await self._channel.basic_nack(0, multiple=True, requeue=True)
+                await self._channel.basic_qos(prefetch_count=1, timeout=RPC_TIMEOUT)
         # Much that is on its way to us need not come first.
         await self._connection.end(within=0 if self._is_much_on_its_way else CLOSE_TIMEOUT)
         with suppress(Exception):
@@ -401,7 +437,9 @@ def _size(message: DeliveredMessage) -> int:
 @asynccontextmanager
 async def taking(connection: Connection, queue: str | ParkingQueue) -> AsyncIterator[Taken]:
     """All that is parked in this queue, held for as long as the block runs."""
-    lot = ParkingQueue.of(queue).name
+    parking = ParkingQueue.of(queue)
+    terms = await terms_of(connection, parking)
+    lot = parking.name
     asking = Asking(connection, lot)
     with _explained(connection, lot):
         await _state(connection, lot)
@@ -411,7 +449,7 @@ async def taking(connection: Connection, queue: str | ParkingQueue) -> AsyncIter
             there = await _undisturbed(asking, lot)
             if there > _FEW:
                 await asking.try_echo()
-        taken = Taken(await connection.another("look"), lot, there, asking=asking)
+        taken = Taken(await connection.another("look"), lot, there, asking=asking, terms=terms)
         try:
             yield taken
         finally:

@@ -35,8 +35,9 @@ class ParkedMessage:
 
     @cached_property
     def _digest(self) -> str:
-        kept = self.properties.replace({}, without=names.is_brokers).encode()
-        return hashlib.blake2b(kept + self.body, digest_size=6).hexdigest()
+        # 3.10 sorts a message's headers when it first counts a look at it.
+        told = self.properties.replace({}, without=names.is_brokers).by_name().encode()
+        return hashlib.blake2b(told + self.body, digest_size=6).hexdigest()
 
     @property
     def reason(self) -> str:
@@ -127,6 +128,12 @@ class ParkedMessage:
         return self.error_type is not None and kind in (
             self.error_type, self.error_type.rpartition(".")[2]
         )  # fmt: skip
+
+
+def kept(properties: Properties) -> Properties:
+    """The properties with which a message was parked: without the broker's counts of looks at it."""
+    counts = (names.DELIVERY_COUNT, names.ACQUIRED_COUNT)
+    return properties.without(*counts) if properties.headers.keys() & set(counts) else properties
 
 
 Choose = Callable[[ParkedMessage], bool]

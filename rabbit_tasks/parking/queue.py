@@ -6,6 +6,8 @@ import shlex
 from dataclasses import dataclass
 from typing import Self
 
+from rabbit_tasks.consumer import NOT_IN_A_NAME
+from rabbit_tasks.errors import ConfigurationError
 from rabbit_tasks.topology import parked_queue
 
 
@@ -21,6 +23,18 @@ class ParkingQueue:
     """The queue that the messages lie in."""
     main: str | None
     """The main queue it belongs to; None of a foreign one."""
+
+    def __post_init__(self) -> None:
+        """ConfigurationError where no queue of this name can be asked for."""
+        if strange := NOT_IN_A_NAME.search(self.name):
+            raise ConfigurationError(
+                f"queue {self.name!a}: the client library takes no {strange[0]!a} in a name, "
+                "only ASCII letters, digits, spaces and -_.:@#,/+"
+            )
+        if not 0 < len(self.name) <= 255:
+            raise ConfigurationError(
+                f"queue {self.name[:40]!r}…: {len(self.name)} bytes, AMQP takes 1 to 255"
+            )
 
     @classmethod
     def of(cls, queue: str | Self) -> Self:
@@ -42,9 +56,11 @@ class ParkingQueue:
     @property
     def typed(self) -> str:
         """How it is called behind `rabbit-tasks parked list`."""
-        if self.main is None:
-            return f"{shlex.quote(self.name)} --foreign"
-        return shlex.quote(self.main)
+        said = self.main or self.name
+        words = (["--foreign"] if self.is_foreign else []) + (
+            ["--"] if said.startswith("-") else []
+        )
+        return " ".join([*words, shlex.quote(said)])
 
     def __str__(self) -> str:
         return self.main or self.name

@@ -20,7 +20,8 @@ FLOORS = [
     {"rabbit_tasks"},  # the public names
     {"doctor", "pruning"},
     {"worker", "testing", "supervisor", "plan", "migration"},
-    {"delivery", "parking", "declare", "pour", "watchdog", "deadline"},
+    {"delivery", "parking", "pour", "watchdog", "deadline"},
+    {"declare"},
     {"handler", "isolation", "broker", "repeats", "management"},
     {"frames", "process"},
     # ----- nothing below imports aio_pika -----

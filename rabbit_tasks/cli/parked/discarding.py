@@ -15,6 +15,7 @@ from rabbit_tasks.cli.parked.options import (
     Queue,
     choosing,
     end,
+    list_command_of,
     parked,
     queue_of,
 )
@@ -62,14 +63,15 @@ def _ask(asked: Asked) -> None:
     if not sys.stdin.isatty():
         tell("error: nobody to ask; say --yes to discard them")
         raise typer.Exit(2)
+    # (typer.confirm would write a space to stdout.)
     try:
-        said = typer.confirm(f"Discard these {asked.count} for good?", err=True)
-    except typer.Abort:
-        tell("\nnothing discarded")
-        raise typer.Exit(130) from None
-    if not said:
-        tell("nothing discarded")
-        raise typer.Exit(1)
+        typer.echo(f"Discard these {asked.count} for good? [y/N]: ", err=True, nl=False)
+        answer = sys.stdin.readline()
+    except KeyboardInterrupt:
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
+        tell("nothing discarded" if answer else "\nnothing discarded")
+        raise typer.Exit(1 if answer else 130)
 
 
 def _told(
@@ -90,6 +92,9 @@ def _told(
 
     try:
         return run(_discard(settings, queue, choose, limit, told=told, dry_run=dry_run))
+    except KeyboardInterrupt:
+        tell(f"interrupted; what is still there: {list_command_of(queue)}")
+        raise
     finally:
         typer.echo(f"{count} {verb}")
 
