@@ -47,6 +47,16 @@ def test_every_command_exists(words: str) -> None:
         command = command.commands[word]  # type: ignore[attr-defined]
 
 
+def test_its_picture_is_that_of_the_demo_as_it_is_today() -> None:
+    from rabbit_tasks.demo import app
+    from rabbit_tasks.drawing import svg
+
+    (file,) = re.findall(r"!\[[^]]+\]\((topology/[a-z]+\.svg)\)", README)
+    assert (ROOT / file).read_text() == svg(app.topology, "The queues of app demo"), (
+        "rabbit-tasks topology show --format svg --output topology/demo.svg"
+    )
+
+
 def test_the_example_runs_as_it_stands() -> None:
     (example,) = re.findall(r"```python\n(# shop\.py\n.*?)```", README, re.DOTALL)
     made: dict[str, object] = {}
