@@ -120,14 +120,17 @@ def _by_length(queue: Queue, numbers: Mapping[str, int], overflow: object) -> It
         if (most := numbers.get(key)) is None:
             continue
         full = f"beyond {most} {unit} ({key})"
-        if queue.role == "parked" and overflow not in ("reject-publish", "reject-publish-dlx"):
-            yield f"{full} the oldest parked messages are lost"
+        if overflow == "reject-publish" or (overflow is None and queue.role != "parked"):
+            if queue.role == "parked":
+                yield f"{full} nothing more can be parked: workers keep it in their hands"
+            else:
+                yield f"{full} it refuses what is published, retries and replays as well"
         elif queue.role == "parked":
-            yield f"{full} nothing more can be parked: workers keep it in their hands"
-        elif overflow in (None, "reject-publish"):
-            yield f"{full} it refuses what is published, retries and replays as well"
+            yield f"{full} the oldest parked messages are lost"
+        elif queue.role == "main":
+            yield f"{full} the oldest are parked without being handled"
         else:
-            yield f"{full} it drops messages"
+            yield f"{full} the oldest go home before their time"
 
 
 def _by_delivery(queue: Queue, numbers: Mapping[str, int], delayed: object) -> Iterable[str]:

@@ -54,6 +54,11 @@ SLOW = QUEUES["slow"]
          "oldest parked messages are lost")),
         (PARKED, {"max-length": 5, "overflow": "reject-publish"}, ("beyond 5 messages (max-length) "
          "nothing more can be parked: workers keep it in their hands")),
+        (
+            PARKED,
+            {"max-length": 5, "overflow": "reject-publish-dlx"},  # (a quorum queue knows no such)
+            "beyond 5 messages (max-length) the oldest parked messages are lost",
+        ),
         (RETRY, {"overflow": "drop-head"}, ("its dead letters are moved at most once and may be lost "
          "(overflow: drop-head)")),
         (MAIN, {"delivery-limit": 4}, ("a message is parked after 5 deliveries instead of 6 "
@@ -72,6 +77,16 @@ def test_a_policy_that_changes_what_a_queue_means_is_told(
     queue: Queue, definition: dict[str, Any], told: str
 ) -> None:
     assert changes(queue, definition) == [told]
+
+
+def test_with_another_overflow_a_length_limit_drops_into_the_dead_letters() -> None:
+    definition = {"max-length": 5, "overflow": "drop-head"}
+    lost = "its dead letters are moved at most once and may be lost (overflow: drop-head)"
+    most = "beyond 5 messages (max-length) the oldest"
+    assert changes(MAIN, definition) == [f"{most} are parked without being handled", lost]
+    assert changes(RETRY, definition) == [f"{most} go home before their time", lost]
+    known = {**definition, "overflow": "reject-publish-dlx"}  # (not to a quorum queue)
+    assert changes(PARKED, known) == [f"{most} parked messages are lost"]
 
 
 @pytest.mark.parametrize(
