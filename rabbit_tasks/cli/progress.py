@@ -64,11 +64,11 @@ class Going:
 
 
 @contextmanager
-def going(verb: str) -> Iterator[Going]:
+def going(verb: str, *, shown: bool = True) -> Iterator[Going]:
     """Tell it how far the work is: shown with its rate and the time left, on a terminal only."""
     with Progress(
         SpinnerColumn(), TextColumn(verb + " {task.fields[done]}"), BarColumn(),
         MofNCompleteColumn(), TextColumn("{task.fields[rate]:.0f}/s"), TimeRemainingColumn(),
-        console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True,
+        console=Console(stderr=True), disable=not (shown and sys.stderr.isatty()), transient=True,
     ) as progress:  # fmt: skip
         yield Going(progress, progress.add_task(verb, total=None, done=0, rate=0.0))

@@ -205,16 +205,19 @@ async def export_to(
     write: Callable[[bytes], Awaitable[None]],
     *,
     limit: int | None = None,
+    began: Callable[[int], None] = lambda _count: None,
     told: Callable[[ParkedMessage], None] = lambda _message: None,
 ) -> Moved:
     """Write chosen messages as lines, in their order; all stay where they are.
 
-    `write` is given one line at a time, and waited for.
+    `write` is given one line at a time, and waited for; `began` is told how many are parked, and
+    `told` is called after each line.
     """
     parking = ParkingQueue.of(queue)
     moved = Moved()
     async with taking(connection, parking) as taken:
         moved.there = taken.count
+        began(taken.count)
         async for _, message in taken:
             if limit is not None and moved.chosen >= limit:
                 break

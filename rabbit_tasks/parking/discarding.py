@@ -62,15 +62,18 @@ async def discard(
     *,
     limit: int | None = None,
     dry_run: bool = False,
+    began: Callable[[int], None] = lambda _count: None,
     told: Callable[[ParkedMessage], None] = lambda _message: None,
 ) -> Moved:
     """Remove chosen messages for good, of those that were there at the start.
 
-    `told` is called after each. Ended in the middle, those it was told of are gone, and no others.
+    `began` is told how many that are, `told` is called after each. Ended in the middle, those it was
+    told of are gone, and no others.
     """
     moved = Moved()
     async with taking(connection, queue) as taken:
         moved.there = taken.count
+        began(taken.count)
         async for delivery, message in taken:
             if limit is not None and moved.chosen >= limit:
                 break

@@ -56,8 +56,10 @@ def export_command(
     A file is there when all of it is there, and never in place of one that was there before.
     """
     parking = queue_of(queue, foreign)
+    to_terminal = file == "-" and sys.stdout.isatty()
     with _new(file) as write:
-        moved = run(_export(settings_of(context), parking, choice, write))
+        exporting = _export(settings_of(context), parking, choice, write, to_terminal=to_terminal)
+        moved = run(exporting)
     end(moved, "exported", choice, parking)
 
 
@@ -86,7 +88,7 @@ def import_command(
             return
         lines.seek(0)
         try:
-            run(_import(settings, parking, lines, imported))
+            run(_import(settings, parking, lines, count, imported))
         finally:  # also after a fault or an interrupt
             typer.echo(f"{imported.count} imported")
             if imported.count < count:
@@ -99,33 +101,44 @@ def import_command(
     tell(f"{count} imported into {parking.name}; what is there: {list_command_of(parking)}")
 
 
-async def _export(settings: Settings, queue: ParkingQueue, choice: Choice, write: Write) -> Moved:
+async def _export(
+    settings: Settings, queue: ParkingQueue, choice: Choice, write: Write, *, to_terminal: bool
+) -> Moved:
     from rabbit_tasks import parking
     from rabbit_tasks.broker import connected
-    from rabbit_tasks.cli.progress import counting
+    from rabbit_tasks.cli.progress import going
 
-    with counting("exporting", shown=not sys.stdout.isatty()) as step:
+    count = 0
+    with going("exporting", shown=not to_terminal) as progress:
 
-        def told(_: ParkedMessage) -> None:
-            step()
+        def told(message: ParkedMessage) -> None:
+            nonlocal count
+            count += 1
+            progress.at(message.position, count)
 
         async with connected(settings, "parked") as connection:
             return await parking.export_to(
-                connection, queue, choice, write, limit=choice.limit, told=told
-            )
+                connection, queue, choice, write, limit=choice.limit, told=told,
+                began=progress.began,
+            )  # fmt: skip
 
 
 async def _import(
-    settings: Settings, queue: ParkingQueue, lines: BinaryIO, imported: Imported
+    settings: Settings, queue: ParkingQueue, lines: BinaryIO, total: int, imported: Imported
 ) -> None:
     from rabbit_tasks import parking
     from rabbit_tasks.broker import Publisher
-    from rabbit_tasks.cli.progress import counting
+    from rabbit_tasks.cli.progress import going
     from rabbit_tasks.parking.archive import read
 
-    with counting("importing") as step:
+    with going("importing") as progress:
+        progress.began(total)
+
+        def told() -> None:
+            progress.at(imported.count, imported.count)
+
         async with Publisher.open(settings) as publisher:
-            await parking.import_from(publisher, queue, read(lines), imported, told=step)
+            await parking.import_from(publisher, queue, read(lines), imported, told=told)
 
 
 class _Stream:

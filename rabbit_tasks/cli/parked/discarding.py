@@ -110,15 +110,19 @@ async def _discard(
 ) -> Moved:
     from rabbit_tasks import parking
     from rabbit_tasks.broker import connected
-    from rabbit_tasks.cli.progress import counting
+    from rabbit_tasks.cli.progress import going
 
-    with counting("looking" if dry_run else "discarding") as step:
+    count = 0
+    with going("looking" if dry_run else "discarding") as progress:
 
         def each(message: ParkedMessage) -> None:
+            nonlocal count
+            count += 1
             told(message)
-            step()
+            progress.at(message.position, count)
 
         async with connected(settings, "parked") as connection:
             return await parking.discard(
-                connection, queue, choose, limit=limit, dry_run=dry_run, told=each
-            )
+                connection, queue, choose, limit=limit, dry_run=dry_run, told=each,
+                began=progress.began,
+            )  # fmt: skip
