@@ -116,7 +116,8 @@ async def replay(
             if not dry_run and (
                 resumed := await staging.resume(connection, lot, taken, maybe_twice)
             ):
-                done.resumed = _sum(done.resumed, resumed)
+                if resumed != Resumed():  # (the last note of one that failed is nothing to tell of)
+                    done.resumed = _sum(done.resumed, resumed)
                 continue
             if left is not None:
                 taken.count = min(taken.count, left)
@@ -156,7 +157,9 @@ class Pace:
 
     def went(self) -> None:
         if self.rate:
-            self._next = max(self._next, time.monotonic() - 1) + 1 / self.rate
+            now = time.monotonic()
+            # What was waited for meanwhile is caught up with, but for no more than a moment.
+            self._next = max(self._next or now, now - 0.25) + 1 / self.rate
 
 
 @dataclass(frozen=True)
