@@ -65,7 +65,7 @@ class RawProperties(TransportFactory):
         assert url.host is not None
         assert url.port is not None
         loop = asyncio.get_running_loop()
-        reader = _FrameReader(self, limit=2**20, loop=loop)
+        reader = _FrameReader(self, limit=_AHEAD, loop=loop)
         protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
         transport, _ = await loop.create_connection(
             lambda: protocol,
@@ -99,6 +99,14 @@ _HEARTBEAT: Final = b"\x08\x00\x00\x00\x00\x00\x00\xce"
 _STILL: Final = 1.0
 """Seconds. The library drops a connection on which it has read nothing for three heartbeats, and the
 shortest is a second."""
+_AHEAD: Final = 2**20
+"""Bytes in our buffer down to which the socket is not read again, once it has twice as many."""
+_SIP: Final = 8.0
+"""Seconds after which a reader that holds still takes a little: a broker that could write nothing for
+30 s drops the connection (3.10 to 4.3; ranch's send_timeout)."""
+_SIP_BYTES: Final = _AHEAD + _AHEAD // 4
+"""Enough for our buffer to take more from the socket, and for its writer to be told (Linux waits until
+a third of its side's buffer is free)."""
 _RETURN: Final = b"\x00\x3c\x00\x32"
 _TUNE: Final = b"\x00\x0a\x00\x1e"
 _CLOSE: Final = b"\x00\x0a\x00\x32"
@@ -126,12 +134,16 @@ class _FrameReader(asyncio.StreamReader):
         self._returned: set[bytes] = set()
         self._goes_on = asyncio.Event()
         self._goes_on.set()
+        self._sip = 0
+        self._sipped = 0.0
+        self._largest = _SIP_BYTES
 
     def hold(self, *, held: bool) -> None:
-        if held:
-            self._goes_on.clear()
-        else:
+        if not held:
             self._goes_on.set()
+        elif self._goes_on.is_set():
+            self._goes_on.clear()
+            self._sip, self._sipped = 0, asyncio.get_running_loop().time()
 
     async def readexactly(self, n: int) -> bytes:
         if self._at == len(self._frame):
@@ -142,15 +154,19 @@ class _FrameReader(asyncio.StreamReader):
         return self._frame[start : self._at]
 
     async def _next(self) -> bytes:
-        if not self._goes_on.is_set():
+        if not self._goes_on.is_set() and self._sip <= 0:
             try:
                 async with asyncio.timeout(_STILL):
                     await self._goes_on.wait()
             except TimeoutError:
+                now = asyncio.get_running_loop().time()
+                if now - self._sipped > _SIP:
+                    self._sip, self._sipped = self._largest, now
                 return _HEARTBEAT  # as if the broker had sent one: it may have, behind the rest
         head, rest = await self._frame_of_theirs()
         if not rest:
             return head
+        self._sip -= len(rest)
         if head[0] == METHOD and rest[:4] == _RETURN:
             self._returned.add(head[1:3])
         if head[0] == METHOD and rest[:4] == _TUNE:
@@ -164,6 +180,7 @@ class _FrameReader(asyncio.StreamReader):
             self._factory.on_blocked(_short_text(rest[4:]) if blocked else None)
         if head[0] != HEADER:
             return head + rest
+        self._largest = max(self._largest, _SIP_BYTES + int.from_bytes(rest[4:12], "big"))
         raw = rest[12:-1]
         table = b"\0x" + len(raw).to_bytes(4, "big") + raw
         fields = len(table).to_bytes(4, "big") + table

@@ -36,6 +36,7 @@ import aiormq.exceptions as amqp
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
+from pamqp.frame import marshal
 
 from rabbit_tasks.broker import (
     CLOSE_TIMEOUT,
@@ -158,7 +159,7 @@ class Taken:
         deadline = asyncio.get_running_loop().time() + PATIENCE
         with _explained(self._connection, self._queue):
             while self._read < self.count:
-                if not self._tags:
+                if self._channel is None:
                     await self._consume()
                 await self._see_held()
                 if self._deliveries:
@@ -183,22 +184,22 @@ class Taken:
         channel.on_consumer_cancel_callbacks.add(self._on_cancel)
         window = min(self._all, _WINDOW)
         await channel.basic_qos(prefetch_count=window, timeout=RPC_TIMEOUT)
-        for number in range(-(-self._all // window)):
-            tag = (
-                f"{number:02}.{uuid.uuid4().hex}"  # (3.10 returns them in the order of their tags)
+        count = -(-self._all // window)
+        # (3.10 returns them in the order of their tags.)
+        self._tags = [f"{number:02}.{uuid.uuid4().hex}" for number in range(count)]
+        if count == 1:
+            await channel.basic_consume(
+                self._queue, self._on_message, consumer_tag=self._tags[0], timeout=RPC_TIMEOUT
             )
-            self._tags.append(tag)
-            if number == 0:
-                await channel.basic_consume(
-                    self._queue, self._on_message, consumer_tag=tag, timeout=RPC_TIMEOUT
-                )
-            else:
-                # Without an answer: it would come behind all that the first one was given.
-                channel.consumers[tag] = self._on_message
-                await channel.rpc(
-                    Basic.Consume(queue=self._queue, consumer_tag=tag, nowait=True),
-                    timeout=RPC_TIMEOUT,
-                )
+            return
+        # In one write, and without an answer to wait for: or the broker would come to the second one
+        # when it is through with what it gives to the first.
+        frames = b""
+        for tag in self._tags:
+            channel.consumers[tag] = self._on_message
+            consume = Basic.Consume(queue=self._queue, consumer_tag=tag, nowait=True)
+            frames += marshal(consume, channel.number)
+        await written(channel, frames)
 
     async def _on_message(self, message: DeliveredMessage) -> None:
         self._came += 1
@@ -230,6 +231,9 @@ class Taken:
             await self._asking.state()
             raise amqp.ChannelInvalidStateError("the consumer was cancelled: its time was up")
         if self._channel is not None and self._channel.is_closed:
+            why = self._channel.closing.exception() if self._channel.closing.done() else None
+            if isinstance(why, amqp.ChannelAccessRefused | amqp.ChannelPreconditionFailed):
+                raise why
             raise amqp.ChannelInvalidStateError("the channel was closed")
         if self._asking.connection.is_lost:  # and with it what says that we are looking
             raise amqp.ChannelInvalidStateError("connection closed")
