@@ -10,7 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from aiormq.channel import Channel
@@ -379,7 +379,7 @@ class Victim:
         calls = 0
         real = getattr(owner, name)
 
-        def die() -> None:
+        def die() -> NoReturn:
             for connection in mine:
                 connection.abort()
             raise Killed
