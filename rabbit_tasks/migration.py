@@ -50,6 +50,8 @@ SILENCE: Final = 2.0
 PATIENCE: Final = 10.0
 """Seconds to wait for that silence where nobody said how long."""
 _PAUSE: Final = 0.2
+_SETTLE: Final = 2.0
+"""Seconds for what is on its way by retries or bindings to become less."""
 _FOR_EVER: Final = 2_147_483_647
 
 Stage = Literal["missing", "done", "away", "between", "back"]
@@ -284,16 +286,29 @@ async def _by_management(
                 f"{policy.kind} {policy.name!r} ({', '.join(sorted(limits))}) applies to "
                 f"{migration.holding} as well, where messages wait; narrow its pattern for now"
             )
-    if migration.stage == "away":
-        row = await management.get("queues", vhost, name) or {}
-        for key, what in (
-            ("messages_unacknowledged", "in somebody's hands; stop who has them, and wait 10 s"),
-            ("messages_dlx", "dead letters that their exchange does not take; mend that first"),
-            ("messages_delayed", "put back for later; wait for them"),
-        ):
-            if migration.consumers == 0 and row.get(key):
-                obstacles.append(f"{name}: {row[key]} messages are {what}")
+    if migration.stage == "away" and migration.consumers == 0:
+        obstacles += await _unseen(management, name)
     return tuple(bindings), obstacles
+
+
+async def _unseen(management: Management, name: str) -> list[str]:
+    """Messages that would go with the queue though it looks empty; of a run that was just killed, the
+    API tells so for some seconds more."""
+    deadline = asyncio.get_running_loop().time() + PATIENCE
+    while True:
+        row = await management.get("queues", management.vhost, name) or {}
+        found = [
+            f"{name}: {row[key]} messages are {what}"
+            for key, what in (
+                ("messages_unacknowledged", "in the hands of somebody who has stopped consuming"),
+                ("messages_dlx", "dead letters that their exchange does not take; mend that first"),
+                ("messages_delayed", "put back for later; wait for them"),
+            )
+            if row.get(key)
+        ]
+        if not found or asyncio.get_running_loop().time() > deadline:
+            return found
+        await asyncio.sleep(_PAUSE)
 
 
 def command(name: str) -> str:
@@ -376,6 +391,7 @@ class _Run:
         self._told = told
         self._waits = waits
         self._loop = asyncio.get_running_loop()
+        self._settled_by = 0.0
         self._deleted_at = 0.0
 
     # --- away
@@ -421,7 +437,7 @@ class _Run:
         """Wait until nobody publishes, and delete the queue; False where somebody did meanwhile."""
         name = found.queue.name
         deadline: float | None = None
-        while not (pour.is_empty and pour.quiet >= SILENCE and pour.idle >= _PAUSE):
+        while pour.quiet < SILENCE:
             await pour.flow()
             is_drained = pour.is_empty and pour.idle >= _PAUSE
             if not is_drained and self.migrated.away < found.messages:
@@ -431,24 +447,28 @@ class _Run:
             if deadline is None:
                 deadline = now + (wait.total_seconds() if wait else PATIENCE)
                 self._waits(f"for {SILENCE:g} s in which nobody publishes to {name}")
-            if now > deadline and pour.quiet < SILENCE:
+            if now > deadline:
                 raise TopologyError(
                     f"{name}: somebody still publishes to it, and what reaches the broker while it "
                     f"deletes a queue is lost; pause the publishers for {SILENCE + 1:g} s, or wait "
                     f"longer for a pause of theirs: {command(name)} --wait 10m (what was moved is "
                     f"safe in {found.holding}, and running it again goes on)"
                 )
+        for one in found.bindings:
+            await self._bind(found.holding, one)
+            await self._unbind(name, one)
+        # Retries may come all the while; their queue keeps what this one did not confirm.
+        self._settled_by = self._settled_by or self._loop.time() + _SETTLE
+        while not (pour.is_empty and (pour.idle >= _PAUSE or self._loop.time() > self._settled_by)):
+            await pour.flow()
         ready, consumers = await declare.look(self._consuming, name) or (0, 0)
         if consumers > 1:
             raise TopologyError(
                 f"{name}: {consumers - 1} consumer(s) came meanwhile; stop them and run it again: "
                 f"{command(name)} (what was moved is safe in {found.holding})"
             )
-        if ready:
+        if ready or pour.quiet < SILENCE:
             return False
-        for one in found.bindings:
-            await self._bind(found.holding, one)
-            await self._unbind(name, one)
         return await self._delete(pour, found)
 
     async def _delete(self, pour: Pour, found: Migration) -> bool:

@@ -1,6 +1,6 @@
 """Processes that are forked from one that has imported everything: a worker within tens of milliseconds.
 
-Pauses after a death are 100 ms in all of them, and so are their queues' names.
+Pauses after a death are 100 ms in all of them, and so are their queues' names; a migration hurries.
 """
 
 from __future__ import annotations
@@ -72,12 +72,15 @@ def serve() -> None:
     """The process that forks."""
     import rabbit_tasks.cli
     import rabbit_tasks.declare
+    import rabbit_tasks.migration
     import rabbit_tasks.parking
     import rabbit_tasks.worker
     from rabbit_tasks import delivery, retry, topology
 
     for module in (retry, topology, delivery):
         vars(module)["CRASH_DELAYS"] = (timedelta(milliseconds=100),)
+    # (Ages are for brokers that die.)
+    vars(rabbit_tasks.migration).update(AGE=0.1, SILENCE=0.3)
     for line in sys.stdin:
         told = json.loads(line)
         child = os.fork()
