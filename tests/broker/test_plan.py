@@ -156,6 +156,7 @@ def set_policy(
     broker.api("PUT", f"/{kind}/{at(vhost, name)}", row)
 
 
+@pytest.mark.heavy  # (its small version, without a broker, is in tests/unit/test_policies.py)
 async def test_which_policy_applies_is_what_the_broker_says(
     management: Management, declared: Declared, broker: Broker, vhost: str
 ) -> None:
@@ -282,21 +283,22 @@ def user(broker: Broker) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("rights", "declares", "works"),
+    ("is_declared", "rights", "declares", "works"),
     [
-        ({"configure": "^mail$"}, "mail.retry.1.300ms", None),
-        ({"configure": "^mail"}, "exchange 'parking-lot'", None),
-        ({"write": "^mail|parking-lot$"}, "amq.default", "amq.default"),
-        ({"write": "^mail|amq.default"}, "exchange 'parking-lot'", "exchange 'parking-lot'"),
-        ({"read": "^parking-lot$|parked$|retry|crashed"}, "queue 'mail'", "queue 'mail'"),
+        (False, {"configure": "^mail$"}, "mail.retry.1.300ms", None),
+        (True, {"configure": "^mail"}, "exchange 'parking-lot'", None),
+        (False, {"write": "^mail|parking-lot$"}, "amq.default", "amq.default"),
+        (False, {"write": "^mail|amq.default"}, "exchange 'parking-lot'", "exchange 'parking-lot'"),
+        (False, {"read": "^parking-lot$|parked$|retry|crashed"}, "queue 'mail'", "queue 'mail'"),
+        (True, {"read": "^parking-lot$|parked$|retry|crashed"}, None, "queue 'mail'"),
     ],
-    ids=["some queues", "the exchange", "not the default exchange", "not parking", "not reading"],
-)
-@pytest.mark.parametrize("is_declared", [False, True])
+    ids=["some queues", "the exchange", "not the default exchange", "not parking", "not reading",
+         "not reading what is there"],
+)  # fmt: skip
 async def test_permissions_that_are_missing_are_rows_and_asking_for_them_changes_nothing(
     is_declared: bool,
     rights: dict[str, str],
-    declares: str,
+    declares: str | None,
     works: str | None,
     user: str,
     declared: Declared,
@@ -310,12 +312,10 @@ async def test_permissions_that_are_missing_are_rows_and_asking_for_them_changes
     async with connected(Settings(url=broker.url(vhost, user, "p")), "plan") as mine:
         steps = [step for step in await plan(mine, app.topology) if step.what == "permission"]
         found = {step.name: step.says for step in steps}
-        # What is there already asks for no more than configure.
-        is_asked = not is_declared or "configure" in rights
-        assert set(found) == ({"declare"} if is_asked else set()) | (
-            {"a worker"} if works else set()
-        )
-        if is_asked:
+        # (What is there already asks for no more than configure, and what binding needs.)
+        who = {"declare": declares, "a worker": works}
+        assert set(found) == {one for one, what in who.items() if what}
+        if declares:
             assert declares in found["declare"]
         if works:
             assert works in found["a worker"]

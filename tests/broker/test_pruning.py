@@ -162,7 +162,9 @@ PUT_BACK = (
 )
 
 
+@pytest.mark.parametrize("rounds", [2, pytest.param(50, marks=pytest.mark.heavy)])
 async def test_what_is_published_between_the_last_look_and_the_deletion_is_not_lost(
+    rounds: int,
     both: None,
     settings: Settings,
     connection: Connection,
@@ -179,7 +181,7 @@ async def test_what_is_published_between_the_last_look_and_the_deletion_is_not_l
         await delete(channel, name)
 
     deleting(publish_and_delete)
-    for _ in range(10):
+    for _ in range(rounds):
         assert await prune(settings, app) == [Pruned(STALE, PUT_BACK.format("3 messages"))]
         found = await take_all(connection, STALE)
         assert [message.body for message in found] == confirmed[-3:]
@@ -341,6 +343,7 @@ async def test_a_worker_that_does_not_tell_its_topology_may_publish_anywhere(
     assert await there(connection, STALE)
 
 
+@pytest.mark.heavy  # (its small version is the refusal above: the same look, once more)
 async def test_a_worker_that_comes_while_we_wait_is_seen(
     both: None,
     settings: Settings,
