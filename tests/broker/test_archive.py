@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
@@ -9,11 +10,13 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from aiormq.abc import DeliveredMessage
 
 from rabbit_tasks import App, Consumer, Message, Publisher, Settings, parking
 from rabbit_tasks.broker import Connection
 from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.parking import Imported, ParkedMessage, ParkingQueue, archive
+from rabbit_tasks.parking.look import Taken
 from rabbit_tasks.parking.parked import kept
 from rabbit_tasks.properties import Properties
 from tests.conftest import eventually
@@ -217,7 +220,8 @@ async def test_what_is_parked_between_the_question_and_the_answer_is_not_discard
 ) -> None:
     await declared(app)
     for name in ("a", "b", "c"):
-        await publisher.send("", PARKED, name.encode(), Properties.of(message_id=name))
+        unsorted = Properties.of({"z": 1, "a": 2}, message_id=name)
+        await publisher.send("", PARKED, name.encode(), unsorted)
     asked = parking.Asked()
     await parking.discard(connection, "a lot", everything, told=asked.add, dry_run=True)
     # Gone meanwhile, come meanwhile, and one of the same id that says something else.
@@ -227,6 +231,35 @@ async def test_what_is_parked_between_the_question_and_the_answer_is_not_discard
     moved = await parking.discard(connection, "a lot", asked)
     assert (asked.count, moved.chosen) == (3, 2)
     assert [body for body, _ in await there(connection)] == [b"d", b"other", b"b"]
+
+
+async def test_a_discard_ended_in_an_ack_has_told_of_all_that_are_gone(
+    declared: Declared, connection: Connection, publisher: Publisher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    await declared(app)
+    for i in range(10):
+        await publisher.send("", PARKED, b"", Properties.of(message_id=str(i)))
+    told: list[str] = []
+    acked = asyncio.Event()
+    really = Taken.ack
+
+    async def ack(self: Taken, delivery: DeliveredMessage) -> None:
+        await really(self, delivery)
+        if len(told) == 4:
+            acked.set()
+            await asyncio.sleep(0.1)
+
+    monkeypatch.setattr(Taken, "ack", ack)
+    discarding = asyncio.create_task(
+        parking.discard(connection, "a lot", everything, told=lambda m: told.append(m.id))
+    )
+    await acked.wait()
+    discarding.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await discarding
+    assert told == ["0", "1", "2", "3", "4"]
+    assert [m.id async for m in parking.browse(connection, "a lot")] == ["5", "6", "7", "8", "9"]
 
 
 async def test_a_message_without_an_id_keeps_the_one_it_is_called_by_when_it_is_looked_at(
