@@ -27,6 +27,18 @@ def duration_text(duration: timedelta) -> str:
     return f"{duration // _UNITS['ms']}ms"
 
 
+def age_text(age: timedelta) -> str:
+    """About how long, in its largest unit, for a person: 90 minutes are 1h.
+
+    >>> age_text(timedelta(minutes=90))
+    '1h'
+    """
+    for unit in ("d", "h", "m"):
+        if age >= _UNITS[unit]:
+            return f"{age // _UNITS[unit]}{unit}"
+    return f"{max(0, age // _UNITS['s'])}s"
+
+
 def duration_of(text: str | float | timedelta) -> timedelta:
     """A duration from text or from a number of seconds; ValueError for anything else.
 

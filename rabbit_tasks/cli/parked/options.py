@@ -18,7 +18,7 @@ from rabbit_tasks.text import escaped
 if TYPE_CHECKING:
     from rabbit_tasks.parking import Choice, Moved, ParkingQueue
 
-parked = typer.Typer(help="The parking lot: what could not be done.", no_args_is_help=True)
+parked = typer.Typer(help="The parking lot: what could not be done.")
 cli.add_typer(parked, name="parked")
 
 Queue = Annotated[str, typer.Argument(metavar="QUEUE", help="The main queue.")]
