@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 from rabbit_tasks.declare import COMMAND
 from rabbit_tasks.doctor.facts import Clients, Facts, Listener, Node, Quorum, Reader
-from rabbit_tasks.durations import duration_text
+from rabbit_tasks.durations import age_text, duration_text
 from rabbit_tasks.plan import Step
 
 State = Literal["ok", "warning", "fault", "unseen"]
@@ -592,7 +592,8 @@ def of_queues(facts: Facts) -> Iterator[Row]:
             yield Row(
                 "warning",
                 "parked",
-                f"{lot.main}: {lot.messages} messages wait for a person",
+                f"{lot.main}: {lot.messages} messages wait for a person"
+                + (f", the first for {age_text(facts.now - lot.since)}" if lot.since else ""),
                 f"rabbit-tasks parked list {typed(lot.main)}",
             )
     for queue, count in (facts.dead_letters or {}).items():

@@ -31,9 +31,16 @@ from rabbit_tasks.broker import (
 )
 from rabbit_tasks.doctor.diagnosis import numbers
 from rabbit_tasks.doctor.facts import Clients, Facts, Held, Left, Listener, Node, Quorum, Reader
-from rabbit_tasks.errors import ConfigurationError, ConnectError, Forbidden, ManagementError
+from rabbit_tasks.errors import (
+    ConfigurationError,
+    ConnectError,
+    Forbidden,
+    ManagementError,
+    ParkingError,
+)
 from rabbit_tasks.management import Management
 from rabbit_tasks.migration import holding_queue
+from rabbit_tasks.parking.look import taking
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.parking.staging import staging_queue
 from rabbit_tasks.plan import BY_MANAGEMENT, plan
@@ -202,13 +209,28 @@ async def _held(connection: Connection, queues: Iterable[Queue]) -> list[Held]:
         with suppress(Forbidden):
             if (told := await declare.look(connection, queue.name)) is not None:
                 messages, consumers = told
+                is_lot = queue.role == "parked" and messages and not consumers
                 found.append(
                     Held(
                         queue=queue.name, role=queue.role, main=queue.main,
                         messages=messages, consumers=consumers,
+                        since=await _parked_since(connection, queue.name) if is_lot else None,
                     )
                 )  # fmt: skip
     return found
+
+
+async def _parked_since(connection: Connection, lot: str) -> datetime | None:
+    """When the first one was parked, by a look at that one alone; None where it does not tell, or
+    we may not look."""
+    try:
+        async with taking(connection, lot) as taken:
+            taken.count = min(taken.count, 1)
+            async for _, message in taken:
+                return message.parked_time
+    except ParkingError:
+        pass
+    return None
 
 
 async def _left(connection: Connection, topology: Topology) -> list[Left]:

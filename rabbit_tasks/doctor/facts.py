@@ -75,6 +75,8 @@ class Held:
     main: str
     messages: int
     consumers: int
+    since: datetime | None = None
+    """Of a parking queue: when its first message was parked."""
 
 
 @dataclass(frozen=True)

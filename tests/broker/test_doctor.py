@@ -6,6 +6,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -25,7 +26,7 @@ from tests.support.brokers import Broker
 from tests.support.inprocess import Running
 from tests.support.post import Letter, Letters
 from tests.support.proxy import before
-from tests.support.queues import depth, take
+from tests.support.queues import take, take_all
 from tests.support.tls import tls_proxy
 
 app = App("post", [Letters()])
@@ -130,22 +131,28 @@ async def test_a_queue_of_the_wrong_type_is_a_fault_that_migrate_mends(
     assert row.remedy == "rabbit-tasks topology migrate letters"
 
 
-async def test_parked_messages_and_those_that_nobody_takes_are_told_and_not_touched(
+async def test_parked_messages_and_those_that_nobody_takes_are_told_and_left_in_order(
     seeing: Settings, declared: Declared, connection: Connection, publisher: Publisher
 ) -> None:
     await declared(app)
     ids = [await publisher.publish(Letters, Letter(to="anna")) for _ in range(3)]
-    await publisher.send("parking-lot", "letters", b"x", Properties.of(delivery_mode=2))
-    rows = await rows_of(seeing)
-    assert wrong(rows) == [
-        ("warning", "consumers", "letters: 3 messages wait and nobody consumes"),
-        ("warning", "parked", "letters: 1 messages wait for a person"),
-    ]
-    assert not has_fault(rows)
-    found = [await take(connection, "letters") for _ in ids]
-    assert [one.properties.text("message_id") for one in found if one] == ids
-    assert all(one and not one.properties.header("x-delivery-count") for one in found)
-    assert await depth(connection, "letters.parked") == 1
+    then = datetime.now(UTC) - timedelta(hours=3)
+    for name in "abcd":
+        told = {"x-parked-at": then.isoformat()}
+        parked = Properties.of(told, message_id=name, delivery_mode=2)
+        await publisher.send("parking-lot", "letters", b"x", parked)
+    for _ in range(3):
+        rows = await rows_of(seeing)
+        assert wrong(rows) == [
+            ("warning", "consumers", "letters: 3 messages wait and nobody consumes"),
+            ("warning", "parked", "letters: 4 messages wait for a person, the first for 3h"),
+        ]
+        assert not has_fault(rows)
+    waiting = await take_all(connection, "letters")
+    assert [one.properties.text("message_id") for one in waiting] == ids
+    assert not any(one.properties.header("x-delivery-count") for one in waiting)
+    aside = await take_all(connection, "letters.parked")
+    assert [one.properties.text("message_id") for one in aside] == [*"abcd"]
 
 
 async def test_workers_are_told_and_whoever_else_consumes_is_told_with_its_name(

@@ -47,8 +47,10 @@ def main(messages: int = 0, consumers: int = 2, queue: str = "mail") -> Held:
     return Held(queue=queue, role="main", main=queue, messages=messages, consumers=consumers)
 
 
-def lot(messages: int = 0) -> Held:
-    return Held(queue="mail.parked", role="parked", main="mail", messages=messages, consumers=0)
+def lot(messages: int = 0, since: datetime | None = None) -> Held:
+    return Held(
+        queue="mail.parked", role="parked", main="mail", messages=messages, consumers=0, since=since
+    )
 
 
 def retry(consumers: int) -> Held:
@@ -279,6 +281,10 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     "messages for a person": (
         {"held": (main(), lot(3))},
         "warning", "parked", "mail: 3 messages wait for a person", "rabbit-tasks parked list mail",
+    ),
+    "messages for a person, for long": (
+        {"held": (main(), lot(3, NOW - timedelta(days=2, hours=3)))},
+        "warning", "parked", "mail: 3 messages wait for a person, the first for 2d", "parked list mail",
     ),
     "a thief among the retries": (
         {"held": (main(), lot(), retry(1))},
