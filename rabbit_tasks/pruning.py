@@ -11,8 +11,8 @@ its publisher and gone (3.10 to 4.3). So, in this order:
 3. We wait until the management API shows our consumer: that figure, and the count of dead letters
    beside it, were taken after we came.
 4. Nothing arrived, nothing is on its way, and still no such worker is connected: the queue is deleted.
-5. Had something arrived all the same, it came to us before the end of our consumer (on one node):
-   the queue is made again, and that message is put back into it.
+5. Had something arrived all the same, it came to us before the broker ended our consumer (also on
+   another node than the queue's leader): the queue is made again, and that message put back into it.
 
 What remains: somebody who is no worker of this version, publishes to a retry queue of an older
 policy, and does so in the millisecond of its deletion; and our own death between 4. and 5.

@@ -286,14 +286,15 @@ def user(broker: Broker) -> Iterator[str]:
     ("is_declared", "rights", "declares", "works"),
     [
         (False, {"configure": "^mail$"}, "mail.retry.1.300ms", None),
+        (False, {"configure": "^mail"}, "exchange 'parking-lot'", None),
         (True, {"configure": "^mail"}, "exchange 'parking-lot'", None),
         (False, {"write": "^mail|parking-lot$"}, "amq.default", "amq.default"),
         (False, {"write": "^mail|amq.default"}, "exchange 'parking-lot'", "exchange 'parking-lot'"),
         (False, {"read": "^parking-lot$|parked$|retry|crashed"}, "queue 'mail'", "queue 'mail'"),
         (True, {"read": "^parking-lot$|parked$|retry|crashed"}, None, "queue 'mail'"),
     ],
-    ids=["some queues", "the exchange", "not the default exchange", "not parking", "not reading",
-         "not reading what is there"],
+    ids=["some queues", "not the exchange", "not the exchange that is there",
+         "not the default exchange", "not parking", "not reading", "not reading what is there"],
 )  # fmt: skip
 async def test_permissions_that_are_missing_are_rows_and_asking_for_them_changes_nothing(
     is_declared: bool,
