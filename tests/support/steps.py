@@ -27,6 +27,9 @@ _NAMES: Final = {
 }  # fmt: skip
 
 
+_NOTES: Final = b".replaying"
+
+
 class Steps:
     """Count from the nth delivery on, die at a step (0: at none), and stop after so many acks."""
 
@@ -37,6 +40,8 @@ class Steps:
         self.acks_left = acks
         self._count = 0
         self._lines: list[object] = []
+        self._aside: set[tuple[object, int]] = set()
+        """Channels for a replay's notes to the next one."""
         self._write = asyncio.StreamWriter.write
         self.consuming: asyncio.StreamWriter | None = None
         """The line of the last consumer."""
@@ -51,7 +56,7 @@ class Steps:
 
         async def next_frame(reader: frames._FrameReader) -> bytes:
             raw: bytes = await read(reader)
-            for channel, name in methods(raw):
+            for channel, name, _ in methods(raw):
                 steps.read(steps.line(reader, channel), name)
             return raw
 
@@ -59,24 +64,30 @@ class Steps:
         frames._FrameReader._next = next_frame  # type: ignore[method-assign,assignment]  # noqa: SLF001
 
     def line(self, reader: object, channel: int) -> str:
-        """The number of a connection, and of its channel."""
+        """The number of a connection, and of its channel; with a mark where that is for notes."""
         if reader not in self._lines:
             self._lines.append(reader)
-        return f"{self._lines.index(reader)}.{channel}"
+        mark = "~" if (reader, channel) in self._aside else ""
+        return f"{self._lines.index(reader)}.{channel}{mark}"
 
     def written(self, writer: asyncio.StreamWriter, data: bytes) -> None:
         reader = writer._reader  # type: ignore[attr-defined]  # noqa: SLF001 (which is its partner)
-        found = [(self.line(reader, channel), name) for channel, name in methods(data)]
-        for channel, name in found:
-            self._take(f"before {name} {channel}")
+        for channel, name, arguments in methods(data):
+            if name == "Channel.Open":
+                self._aside.discard((reader, channel))
+            elif name in ("Basic.Consume", "Basic.Publish") and _NOTES in arguments:
+                self._aside.add((reader, channel))
+        found = [(self.line(reader, channel), name) for channel, name, _ in methods(data)]
+        for where, name in found:
+            self._take(f"before {name} {where}")
         if found and self._take(f"half {found[0][1]} {found[0][0]}", dies=False):
             self._write(writer, data[: len(data) // 2])
             self._die()
         self._write(writer, data)
-        for channel, name in found:
+        for where, name in found:
             if name == "Basic.Consume":
                 self.consuming = writer
-            self._take(f"after {name} {channel}")
+            self._take(f"after {name} {where}")
             if name in ("Basic.Ack", "Basic.Reject") and self._count:
                 self.acks_left -= 1
                 if self.acks_left == 0:
@@ -101,14 +112,14 @@ class Steps:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def methods(raw: bytes) -> Iterator[tuple[int, str]]:
-    """The channels and names of the method frames in these bytes, which are whole frames."""
+def methods(raw: bytes) -> Iterator[tuple[int, str, bytes]]:
+    """The method frames in these bytes, which are whole frames: channel, name, arguments."""
     at = 0
     while at + 7 <= len(raw) and raw[at] in (1, 2, 3, 8):
         size = int.from_bytes(raw[at + 3 : at + 7], "big")
         if raw[at] == 1:
             name = _NAMES[int.from_bytes(raw[at + 7 : at + 11], "big")]
-            yield int.from_bytes(raw[at + 1 : at + 3], "big"), name
+            yield int.from_bytes(raw[at + 1 : at + 3], "big"), name, raw[at + 11 : at + 7 + size]
         at += size + 8
 
 
@@ -132,14 +143,14 @@ class Trace:
         """How many times, at least and at most, what was in hand is at the broker now.
 
         It was there once. What is confirmed is stored, what is written may be; what is acked may be
-        gone, and is gone where the channel has answered since.
+        gone, and is gone where the channel has answered since. (Notes are no copies.)
         """
-        stored = self._count("read Basic.Ack ")
-        written = self._count("after Basic.Publish ")
-        acked = self._count("after Basic.Ack ")
+        steps = [step.split() for step in self.steps if not step.endswith("~")]
+        stored = sum(step[:2] == ["read", "Basic.Ack"] for step in steps)
+        written = sum(step[:2] == ["after", "Basic.Publish"] for step in steps)
+        acked = sum(step[:2] == ["after", "Basic.Ack"] for step in steps)
         gone, answered = 0, set[str]()
-        for step in reversed(self.steps):
-            what, name, channel = step.split()
+        for what, name, channel in reversed(steps):
             if what == "read" and name in ("Basic.Deliver", "Channel.CloseOk", "Basic.QosOk"):
                 answered.add(channel)
             elif what == "after" and name == "Basic.Ack":
