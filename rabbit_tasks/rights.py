@@ -52,9 +52,12 @@ def rights(topology: Topology) -> dict[str, Rights]:
             _only(lot, served), _only(DEFAULT_EXCHANGE, lot, rf"{mains}\.parked"),
             _only(lot, served),
         ),
-        # Configure: the exclusive queue by which two looks wait for each other.
+        # Configure: the exclusive queue by which two looks wait for each other, and what the copies
+        # of a replay go through, queue and exchange, without which they go one by one.
         "parked": Rights(
-            _only(rf"{mains}\.parked\.look"), _only(DEFAULT_EXCHANGE), _only(rf"{mains}\.parked")
+            _only(rf"{mains}\.(parked\.look|replaying)"),
+            _only(DEFAULT_EXCHANGE, rf"{mains}\.replaying"),
+            _only(rf"{mains}\.(parked|replaying)"),
         ),
     }  # fmt: skip
 

@@ -134,6 +134,12 @@ def parked_queue(main: str) -> str:
     return f"{main}.parked"
 
 
+def replaying_queue(main: str) -> str:
+    """Where the copies of a replay of many wait until their originals are gone: the queue, and the
+    exchange in front of it. Not of an app's topology: the first such replay creates it."""
+    return f"{main}.replaying"
+
+
 def topology_of(consumers: Iterable[type[Consumer[Any]]]) -> Topology:
     """The topology of these consumer classes.
 
@@ -206,11 +212,12 @@ def _waiting(name: str, role: Literal["retry", "crashed"], main: str, delay: tim
 def _check_names(served: tuple[Queue, ...], consumer: type[Consumer[Any]]) -> None:
     name, where = consumer.queue, f"{consumer.__name__}.queue"
     # `parked discard NAME.parked` empties a parking queue: no name may be both that and live work.
-    if name.endswith(parked_queue("")) or _WAITING_NAME.search(name):
-        other = re.sub(r"\.(parked|retry|crashed)", r"-\1", name)
+    if name.endswith((parked_queue(""), replaying_queue(""))) or _WAITING_NAME.search(name):
+        other = re.sub(r"\.(parked|replaying|retry|crashed)", r"-\1", name)
         raise ConfigurationError(
-            f"{where} {name!r}: names that end in .parked, .retry.N.DELAY or .crashed.DELAY are those "
-            f"of the queues that serve a main queue; take another ending, such as {other!r}"
+            f"{where} {name!r}: names that end in .parked, .replaying, .retry.N.DELAY or "
+            ".crashed.DELAY are those of the queues that serve a main queue; take another ending, such "
+            f"as {other!r}"
         )
     longest = max(served, key=lambda queue: len(queue.name))
     if (over := len(longest.name) - 255) > 0:

@@ -25,7 +25,7 @@ from rabbit_tasks.parking.look import browse
 from rabbit_tasks.parking.parked import ParkedMessage
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.parking.replaying import Replayed
-from rabbit_tasks.parking.staging import left
+from rabbit_tasks.parking.staging import explained, left
 
 OTHERS: Final = 5.0
 """Seconds for which others may come back once one is: there is a summary, and it is no success."""
@@ -79,8 +79,22 @@ async def watch(
     beside  queues through which they come back to their own, as far as they are known
     """
     lot = ParkingQueue.of(queue)
+    with explained(lot.name):
+        return await _watch(
+            connection, lot, replayed, wait, beside, management, stop or asyncio.Event()
+        )
+
+
+async def _watch(
+    connection: Connection,
+    lot: ParkingQueue,
+    replayed: Replayed,
+    wait: timedelta,
+    beside: tuple[str, ...],
+    management: Management | None,
+    stop: asyncio.Event,
+) -> Verdict:
     verdict = Verdict(len(replayed.copies))
-    stop = stop or asyncio.Event()
     began = time.monotonic()
     until, next_look, depth = began + wait.total_seconds(), began, -1
     while verdict.back.total() < verdict.sent:

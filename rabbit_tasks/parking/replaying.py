@@ -17,12 +17,9 @@ from aiormq.abc import DeliveredMessage
 from rabbit_tasks import history
 from rabbit_tasks.broker import (
     ALONE_FROM,
-    LOST,
     RPC_TIMEOUT,
     Connection,
     Publisher,
-    is_cancelled,
-    words,
 )
 from rabbit_tasks.errors import ConnectError, ParkingError, PublishError
 from rabbit_tasks.parking import staging
@@ -30,7 +27,7 @@ from rabbit_tasks.parking.discarding import identity
 from rabbit_tasks.parking.look import Moved, Taken, taking
 from rabbit_tasks.parking.parked import Choose, ParkedMessage
 from rabbit_tasks.parking.queue import ParkingQueue
-from rabbit_tasks.parking.staging import Resumed, Staging, staging_queue
+from rabbit_tasks.parking.staging import Resumed, Staging, explained, staging_queue
 from rabbit_tasks.properties import Properties
 
 ALONE: Final = 32
@@ -308,7 +305,7 @@ class _Replay:
             await self._stage(self._staging, taken, one, copy)
 
     async def _open(self) -> None:
-        with self._explained():
+        with self.explained():
             self._staging = await Staging.open(self._connection, self._lot, self.done.run)
         self.done.alone = self._staging is None
 
@@ -328,7 +325,7 @@ class _Replay:
         note = None
         body = one.message.body if self._edited is None else self._edited
         if self._staging is not None:
-            with self._explained():
+            with self.explained():
                 note = await self._staging.note(one.digest)
         try:
             await self._publisher.send("", one.target, body, copy)
@@ -353,11 +350,11 @@ class _Replay:
             ) from error
         self.acked += 1
         if note and self._staging:
-            with self._explained():
+            with self.explained():
                 await self._staging.done(note)
 
     async def _stage(self, staging: Staging, taken: Taken, one: _Copy, copy: Properties) -> None:
-        with self._explained():
+        with self.explained():
             if one.target not in self._there:
                 await self._find(one)
             if not self._window:
@@ -378,7 +375,7 @@ class _Replay:
             await taken.ack_all([one.delivery for one in window])
             await taken.arrived()
 
-        with self._explained():
+        with self.explained():
             await self._staging.send_home([one.digest for one in window], len(window), ack)
         self.acked += len(window)
         for one in window:
@@ -386,7 +383,7 @@ class _Replay:
 
     async def _all_home(self) -> None:
         if self._staging is not None:
-            with self._explained():
+            with self.explained():
                 await self._staging.all_home()
 
     async def _find(self, one: _Copy) -> None:
@@ -407,24 +404,13 @@ class _Replay:
         self._there.add(one.target)
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
+    def explained(self) -> Iterator[None]:
         """What goes wrong on the way, as a ParkingError that says what was done."""
-        name = staging_queue(self._lot)
-        after = (
-            f"{self.done.chosen} replayed; a replay goes on where this one stopped: rabbit-tasks parked "
-            f"replay {self._lot.typed}"
-        )
         try:
-            yield
+            with explained(self.done.staging):
+                yield
         except ParkingError as error:
-            raise ParkingError(f"{error} ({after})") from error
-        except TimeoutError:
-            raise ParkingError(f"{name}: the broker did not answer in time ({after})") from None
-        except asyncio.CancelledError:
-            if is_cancelled():
-                raise
-            raise ParkingError(f"{name}: connection lost ({after})") from None
-        except LOST as error:
-            raise ParkingError(f"{name}: connection lost: {words(error)} ({after})") from None
-        except amqp.AMQPError as error:
-            raise ParkingError(f"{name}: {words(error)} ({after})") from None
+            raise ParkingError(
+                f"{error} ({self.done.chosen} replayed; a replay goes on where this one stopped: "
+                f"rabbit-tasks parked replay {self._lot.typed})"
+            ) from error

@@ -30,10 +30,11 @@ import asyncio
 import hashlib
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from enum import Enum, auto
 from typing import Any, Final, Self
 
 import aiormq.exceptions as amqp
@@ -42,7 +43,7 @@ from aiormq.channel import Channel
 
 from rabbit_tasks import history
 from rabbit_tasks import message as names
-from rabbit_tasks.broker import RPC_TIMEOUT, Connection, words
+from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, is_cancelled, words
 from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.parking.conveyor import Conveyor
@@ -50,7 +51,7 @@ from rabbit_tasks.parking.discarding import identity
 from rabbit_tasks.parking.look import PATIENCE, Taken
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.properties import Properties
-from rabbit_tasks.topology import Arguments
+from rabbit_tasks.topology import Arguments, replaying_queue
 
 AGE: Final = 2.0
 """Seconds that the queue must be old before an original is acked for a copy in it: of a younger one, a
@@ -58,6 +59,8 @@ broker that is killed may have forgotten what it has confirmed (3.10 to 4.3)."""
 HOME: Final = 30.0
 """Seconds for the broker to send a window home."""
 _PREFETCH: Final = 20_000
+_LONGEST: Final = 127
+"""Bytes of an exchange's name that the client library takes (pamqp 4); AMQP would take 255."""
 _ARGUMENTS: Final[Arguments] = {
     "x-queue-type": "quorum",
     # By the messages' own routing keys: there is no x-dead-letter-routing-key.
@@ -71,10 +74,27 @@ _ARGUMENTS: Final[Arguments] = {
 def staging_queue(lot: ParkingQueue) -> str:
     """The name of the queue, and of the exchange in front of it, for what is parked in this one."""
     of = lot.main or lot.name
-    name = f"{of}.replaying"
-    if len(name) <= 255:
+    if len(name := replaying_queue(of)) <= _LONGEST:
         return name
-    return f"{of[:200]}.{hashlib.blake2b(of.encode(), digest_size=8).hexdigest()}.replaying"
+    digest = hashlib.blake2b(of.encode(), digest_size=8).hexdigest()
+    return replaying_queue(f"{of[:90]}.{digest}")
+
+
+@contextmanager
+def explained(name: str) -> Iterator[None]:
+    """What the broker says no with, or its silence, as a ParkingError."""
+    try:
+        yield
+    except TimeoutError:
+        raise ParkingError(f"{name}: the broker did not answer in time") from None
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        raise ParkingError(f"{name}: connection lost") from None
+    except LOST as error:
+        raise ParkingError(f"{name}: connection lost: {words(error)}") from None
+    except amqp.AMQPError as error:
+        raise ParkingError(f"{name}: {words(error)}") from None
 
 
 @dataclass(frozen=True)
@@ -134,14 +154,23 @@ class Staging:
         The lock of the parking queue must be ours, and nothing in there of anybody else.
         """
         name = staging_queue(lot)
-        if (created := await _create(connection, name)) is None:
+        found = await _create(connection, name)
+        if found is _Found.NONE:
             return None
         own = await connection.another("replay")
         now = asyncio.get_running_loop().time()
-        staging = cls(own, name, run, now + AGE if created else now)
+        staging = cls(own, name, run, now + AGE if found is _Found.NEW else now)
         try:
             staging._conveyor = await Conveyor.open(own, staging._on_delivery)
-            await staging._conveyor.consume(name, _PREFETCH)
+            try:
+                await staging._conveyor.consume(name, _PREFETCH)
+                if found is _Found.UNSURE:
+                    await staging.done(await staging._write(Note(run, 0, ())))
+            except (ParkingError, amqp.AMQPError, amqp.ChannelInvalidStateError):
+                if found is not _Found.UNSURE or own.is_lost:
+                    raise
+                await own.end()
+                return None
         except BaseException:
             await own.end(within=0)
             raise
@@ -231,8 +260,18 @@ class Staging:
             self._round.add(token)
 
 
-async def _create(connection: Connection, name: str) -> bool | None:
-    """Whether the queue is new; None where our user may not create it, and it is not there."""
+class _Found(Enum):
+    """What is there of a staging queue."""
+
+    NONE = auto()
+    """Nothing, or nothing that our user may use."""
+    NEW = auto()
+    OLD = auto()
+    UNSURE = auto()
+    """A queue; our user may not see to the exchange and the binding."""
+
+
+async def _create(connection: Connection, name: str) -> _Found:
     was_there = await left(connection, name) is not None
     channel = await connection.open()
     try:
@@ -242,7 +281,7 @@ async def _create(connection: Connection, name: str) -> bool | None:
         await channel.queue_declare(name, durable=True, arguments=_ARGUMENTS, timeout=RPC_TIMEOUT)
         await channel.queue_bind(name, name, timeout=RPC_TIMEOUT)
     except amqp.ChannelAccessRefused:
-        return False if was_there else None
+        return _Found.UNSURE if was_there else _Found.NONE
     except amqp.ChannelPreconditionFailed as error:
         raise ParkingError(
             f"{name}: {words(error)}; a replay needs this name. Whoever made it may delete it when it "
@@ -251,7 +290,7 @@ async def _create(connection: Connection, name: str) -> bool | None:
     finally:
         with suppress(Exception):
             await channel.close(timeout=RPC_TIMEOUT)
-    return not was_there
+    return _Found.OLD if was_there else _Found.NEW
 
 
 async def left(connection: Connection, name: str) -> int | None:

@@ -344,11 +344,17 @@ async def test_a_user_who_may_not_create_queues_replays_one_by_one_and_is_told_s
             done = await parking.replay(mine, sender, "lot", everything)
             assert (done.chosen, done.alone, done.staging) == (40, True, STAGING)
         assert sorted(await taken_ids(connection)) == names(40)
-        # Once it is there, they need no more rights.
-        await parking.replay(connection, publisher, "lot", everything)
+        # Once it is there, they need no more rights, but for it to be whole.
         await park(publisher, names(40))
+        channel = await connection.open()
+        await channel.queue_declare(STAGING, durable=True, arguments=staging._ARGUMENTS)  # noqa: SLF001
+        async with connected(theirs, "r") as mine, Publisher.open(theirs) as sender:
+            done = await parking.replay(mine, sender, "lot", everything, limit=1)
+            assert (done.chosen, done.alone) == (1, True)
+        assert await taken_ids(connection) == ["00000"]
+        await park(publisher, ["00000"])
         async with connected(Settings(url=broker.url(vhost)), "r") as owner:
-            await parking.replay(owner, publisher, "lot", lambda m: m.id == "00000")
+            await parking.replay(owner, publisher, "lot", everything, limit=1)
         async with connected(theirs, "r") as mine, Publisher.open(theirs) as sender:
             done = await parking.replay(mine, sender, "lot", everything)
             assert (done.chosen, done.alone) == (39, False)

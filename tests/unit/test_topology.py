@@ -130,6 +130,7 @@ def test_two_consumers_cannot_take_one_queue(kinds: list[type[Consumer[Any]]], t
         ("x.parked", "x-parked"), (".parked", "-parked"), ("a.parked.parked", "a-parked-parked"),
         ("x.retry.1.500ms", "x-retry.1.500ms"), ("x.retry.12.3d", "x-retry.12.3d"),
         ("x.retry.1.1s.parked", "x-retry.1.1s-parked"), ("x.crashed.4s", "x-crashed.4s"),
+        ("x.replaying", "x-replaying"),
     ],
 )  # fmt: skip
 def test_no_main_queue_can_be_taken_for_one_that_serves_another(name: str, instead: str) -> None:

@@ -172,7 +172,9 @@ async def _replay(
                 work.app, work.went, work.progress = app, went, progress
                 return await work.all()
     except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+        if stop.is_set():
+            raise KeyboardInterrupt from None
+        raise
     finally:
         loop.remove_signal_handler(signal.SIGINT)
 
