@@ -210,7 +210,8 @@ class Pour:
             if (error := _error_of(copy.stored)) is not None:
                 raise self._refusal(error)
             self._copies.popleft()
-            await self._ack(copy)
+            # Whole, also where we are stopped in it: neither twice nor not at all.
+            await asyncio.shield(asyncio.create_task(self._ack(copy)))
             finished = True
         return finished
 
