@@ -117,14 +117,16 @@ def list_command(
                 shown += len(rows)
                 rows.clear()
 
-            async for one in _sorted(found, sort, choice.limit, summary):
-                seen.shown += 1
-                if as_json:
-                    out.write(as_line(one) + "\n")
-                    continue
-                rows.append(one)
-                if len(rows) == _TOGETHER:
-                    flush()
+            # Closed here, whatever happens: nobody may read what is written.
+            async with aclosing(_sorted(found, sort, choice.limit, summary)) as chosen:  # type: ignore[type-var]
+                async for one in chosen:
+                    seen.shown += 1
+                    if as_json:
+                        out.write(as_line(one) + "\n")
+                        continue
+                    rows.append(one)
+                    if len(rows) == _TOGETHER:
+                        flush()
             flush()
 
         run(show())
@@ -148,9 +150,11 @@ def groups(
     seen, kinds = _Seen(), Groups()
 
     async def read() -> None:
-        async for message in _chosen(settings_of(context), parking, choice, seen, stops=True):
-            seen.shown += 1
-            kinds.add(message)
+        chosen = _chosen(settings_of(context), parking, choice, seen, stops=True)
+        async with aclosing(chosen):  # type: ignore[type-var]
+            async for message in chosen:
+                seen.shown += 1
+                kinds.add(message)
 
     run(read())
     rows = kinds.rows
