@@ -367,6 +367,7 @@ class Asking:
         self._lot = lot
         self._channel: Channel | None = None
         self._heard = asyncio.Event()
+        self._listening: str | None = None
 
     async def lock(self) -> None:
         """Make sure that nobody else looks; where we may not create a queue there is only the count
@@ -408,8 +409,13 @@ class Asking:
         async def on_message(_: object) -> None:
             self._heard.set()
 
+        self._listening = uuid.uuid4().hex
         await self._channel.basic_consume(
-            lock_of(self._lot), on_message, no_ack=True, timeout=RPC_TIMEOUT
+            lock_of(self._lot),
+            on_message,
+            no_ack=True,
+            consumer_tag=self._listening,
+            timeout=RPC_TIMEOUT,
         )
         channel = await self.connection.open()
         try:
@@ -430,6 +436,8 @@ class Asking:
 
     async def unlock(self) -> None:
         if self._channel is not None:
+            if self._listening is not None:
+                await self._channel.basic_cancel(self._listening, timeout=RPC_TIMEOUT)
             await self._channel.queue_delete(lock_of(self._lot), timeout=RPC_TIMEOUT)
             await self._channel.close(timeout=RPC_TIMEOUT)
 
