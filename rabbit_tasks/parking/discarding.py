@@ -7,12 +7,19 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final
+
+from aiormq.abc import DeliveredMessage
 
 from rabbit_tasks.broker import Connection
 from rabbit_tasks.message import ACQUIRED_COUNT, DELIVERY_COUNT
 from rabbit_tasks.parking.look import Moved, taking
 from rabbit_tasks.parking.parked import Choose, ParkedMessage
 from rabbit_tasks.parking.queue import ParkingQueue
+
+_TOGETHER: Final = 100
+"""Messages that are let go in one write, and the bytes of their bodies."""
+_BYTES_TOGETHER: Final = 2**20
 
 
 def identity(message: ParkedMessage) -> bytes:
@@ -71,6 +78,20 @@ async def discard(
     told of are gone, and no others.
     """
     moved = Moved()
+    batch: list[tuple[DeliveredMessage, ParkedMessage]] = []
+    size = 0
+
+    async def let_go() -> None:
+        acks = taken.ack_all([delivery for delivery, _ in batch])
+        going = asyncio.create_task(acks)
+        try:
+            await asyncio.shield(going)
+        finally:
+            await going  # interrupted or not: it may be written already, so it is
+            for _, message in batch:
+                told(message)
+            batch.clear()
+
     async with taking(connection, queue) as taken:
         moved.there = taken.count
         began(taken.count)
@@ -80,14 +101,15 @@ async def discard(
             if not choose(message):
                 continue
             moved.chosen += 1
-            if not dry_run:
-                going = asyncio.ensure_future(taken.ack(delivery))
-                try:
-                    await asyncio.shield(going)
-                except asyncio.CancelledError:
-                    await going  # it may be written already, so it is
-                    told(message)
-                    raise
-            told(message)
+            if dry_run:
+                told(message)
+                continue
+            batch.append((delivery, message))
+            size += len(message.body)
+            if len(batch) == _TOGETHER or size > _BYTES_TOGETHER:
+                await let_go()
+                size = 0
+        if batch:
+            await let_go()
         await taken.arrived()
     return moved

@@ -147,7 +147,7 @@ def test_a_discard_that_is_not_allowed_takes_nothing(
 
 
 def test_ctrl_c_in_the_middle_of_a_discard_says_what_was_done(cli: Run, url: str, lot: Lot) -> None:
-    lot.park(*map(str, range(300)))
+    lot.park(*map(str, range(400)))
     script = (
         "import os, signal, rabbit_tasks.parking as p\n"
         "def add(f):\n"
@@ -170,8 +170,8 @@ def test_ctrl_c_in_the_middle_of_a_discard_says_what_was_done(cli: Run, url: str
     assert b"Traceback" not in err
     count = int(out.split()[0])
     assert out == f"{count} discarded\n".encode()
-    assert 40 <= count < 300
-    assert ids(cli) == [str(i) for i in range(count, 300)]
+    assert 100 <= count < 400
+    assert ids(cli) == [str(i) for i in range(count, 400)]
 
 
 # --- export and import --------------------------------------------------------------------------
