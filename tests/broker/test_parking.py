@@ -20,6 +20,7 @@ from rabbit_tasks import App, Consumer, Message, Publisher, RetryPolicy, Setting
 from rabbit_tasks.broker import Connection, connect, connected
 from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.parking import ParkedMessage, look
+from rabbit_tasks.parking.groups import grouped
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.worker import Worker
 from tests.conftest import eventually
@@ -78,7 +79,11 @@ async def test_200_looks_in_a_row_lose_and_reorder_nothing(
 ) -> None:
     await park(publisher, NAMES)
     for number in range(200):
-        assert await ids(connection) == NAMES, number
+        if number % 2:
+            (group,) = await grouped(parking.browse(connection, "lot"))
+            assert (group.count, group.example) == (50, "0"), number
+        else:
+            assert await ids(connection) == NAMES, number
         assert await depth(connection, "lot.parked") == 50, number
 
 
@@ -234,6 +239,108 @@ async def test_more_than_one_consumer_can_hold_is_read_and_given_back_in_order(
     await parking.replay(connection, publisher, "lot", everything, limit=30)
     assert [one.body.decode() for one in await take_all(connection, "lot")] == NAMES[:30]
     assert await ids(connection) == NAMES[30:]
+
+
+async def test_several_consumers_of_a_killed_look_are_given_back_in_order(
+    lot: str, url: str, connection: Connection, publisher: Publisher
+) -> None:
+    await park(publisher, NAMES)
+    script = (
+        "import asyncio, os, signal, sys\n"
+        "from rabbit_tasks import Settings, parking\n"
+        "from rabbit_tasks.broker import connect\n"
+        "from rabbit_tasks.parking import look\n"
+        "look._WINDOW = 4\n"
+        "async def main():\n"
+        "    c = await connect(Settings(), 'victim')\n"
+        "    async with look.taking(c, 'lot') as taken:\n"
+        "        async for delivery, m in taken:\n"
+        "            if m.position in (2, 7): await taken.ack(delivery)\n"
+        "            if m.position == int(sys.argv[1]):\n"
+        "                await taken.arrived()\n"
+        "                os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(main())\n"
+    )
+    left = NAMES
+    for position in (50, 1, 25):
+        died = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", script, str(min(position, len(left))), cwd=ROOT,
+            env={**os.environ, "RABBIT_TASKS_URL": url},
+        )  # fmt: skip
+        assert await died.wait() == -signal.SIGKILL
+        gone = {left[1], left[6]} if position > 6 else set()
+        left = [name for name in left if name not in gone]
+        assert await ids(connection) == left
+
+
+async def test_a_look_reads_a_little_ahead_and_no_more_whatever_waits(
+    lot: str, connection: Connection, publisher: Publisher
+) -> None:
+    large = [str(i) for i in range(40)]
+    for name in large:
+        await publisher.send(
+            "parking-lot", "lot", b"x" * 1_000_000,
+            Properties.of({"x-parked-reason": "told to"}, message_id=name, delivery_mode=2),
+        )  # fmt: skip
+    async with look.taking(connection, "lot") as taken:
+        found: list[str] = []
+        async for _, message in taken:
+            found.append(message.id)
+            await asyncio.sleep(0)
+            assert taken._bytes_here < 2 * look.AHEAD  # noqa: SLF001
+            if message.position == 3:
+                for _ in range(50):
+                    # What we ask goes over the other connection, which stands not still.
+                    assert await depth(connection, "lot.parked") == 0
+                    assert taken._bytes_here < 2 * look.AHEAD  # noqa: SLF001
+        assert found == large
+    assert await depth(connection, "lot.parked") == 40
+
+
+async def test_acks_are_heard_of_before_all_that_waits_has_come(
+    lot: str, connection: Connection, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(look, "_FEW", 0)
+    monkeypatch.setattr(look, "AHEAD", 20_000)  # of 50 that take 200 kB
+    await park(publisher, NAMES)
+    async with look.taking(connection, "lot") as taken:
+        assert taken.count == 50
+        monkeypatch.setattr(look.Taken, "_is_much_on_its_way", True)
+        async for delivery, message in taken:
+            if message.position < 4:
+                await taken.ack(delivery)
+                await taken.arrived()
+                assert taken._came < 50  # noqa: SLF001
+        monkeypatch.undo()
+    assert await ids(connection) == NAMES[3:]
+
+
+@pytest.mark.heavy
+async def test_a_look_that_stands_still_for_a_minute_goes_on(
+    lot: str, settings: Settings, publisher: Publisher
+) -> None:
+    """The broker drops a connection to which it could write nothing for 30 s."""
+    many = [str(i) for i in range(10_000)]
+    for first in range(0, len(many), 200):
+        await asyncio.gather(
+            *(
+                publisher.send(
+                    "parking-lot", "lot", b"x" * 2_000,
+                    Properties.of({"x-parked-reason": "told to"}, message_id=name),
+                )
+                for name in many[first : first + 200]
+            )
+        )  # fmt: skip
+    async with connected(settings.changed(heartbeat="5s"), "look") as mine:
+        before = await ids(mine)
+        found = []
+        async with aclosing(parking.browse(mine, "lot")) as messages:  # type: ignore[type-var]
+            async for message in messages:
+                found.append(message.id)
+                if message.position == 3:
+                    await asyncio.sleep(60)
+    assert found == before
+    assert sorted(found) == sorted(many)
 
 
 async def test_a_channel_closed_under_a_look_is_an_error_and_no_endless_wait(
