@@ -648,3 +648,39 @@ async def test_an_edited_message_keeps_the_body_it_had_at_first_as_far_as_a_fram
     edit = one.properties.headers["x-edited"]
     assert edit["size"] == 500_000
     assert 100_000 < len(edit["body"]) < 131_072
+
+
+# --- the broker -----------------------------------------------------------------------------------
+
+
+async def test_a_broker_killed_in_the_middle_of_a_replay_loses_nothing_and_the_next_goes_on(
+    lot: str,
+    broker: Broker,
+    settings: Settings,
+    publisher: Publisher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not broker.can_be_hurt:
+        pytest.skip("RABBIT_TASKS_TEST_BROKER is not set")
+    monkeypatch.undo()  # here a queue must be two seconds old
+    monkeypatch.setattr(replaying, "WINDOW", 50)
+    await park(publisher, names(600))
+    warned: list[str] = []
+    async with connected(settings, "r") as mine, Publisher.open(settings) as sender:
+
+        def told(message: ParkedMessage, _: str) -> None:
+            if message.id == "00200":
+                broker.hurt("kill")
+
+        with pytest.raises(ParkingError, match=r"\d+ replayed"):
+            await parking.replay(mine, sender, "lot", everything, told=told)
+    await asyncio.to_thread(broker.hurt, "start")
+    async with connected(settings, "r") as mine, Publisher.open(settings) as sender:
+        await parking.replay(mine, sender, "lot", everything, maybe_twice=warned.append)
+        await eventually(holds(mine, "lot", 600), within=30)
+        found = Counter(await taken_ids(mine))
+        assert sorted(found) == names(600)
+        # What the broker itself sends home, it may send twice.
+        twice = {name for name, count in found.items() if count > 1}
+        assert len(twice - set(warned)) <= 50
+        assert await ids(mine) == []
