@@ -190,10 +190,10 @@ def test_the_brokers_own_names_are_refused() -> None:
 
 
 def test_names_may_have_spaces_and_slashes() -> None:
-    topology_of([consumer("A-z_0/9 .:@#,<>")])
+    topology_of([consumer("A-z_0/9 .:@#,+")])
 
 
-@pytest.mark.parametrize("queue", ["images.resize", "A-z_0/9 .:@#,<>", "a.retry.1", "a.crashed"])
+@pytest.mark.parametrize("queue", ["images.resize", "A-z_0/9 .:@#,+", "a.retry.1", "a.crashed"])
 def test_the_main_queue_is_read_from_the_name_of_each_queue_where_messages_wait(queue: str) -> None:
     retry = RetryPolicy(attempts=12, base=timedelta(milliseconds=300), cap=timedelta(days=3))
     for one in topology_of([consumer(queue, retry=retry)]).queues:
