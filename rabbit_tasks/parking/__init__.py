@@ -3,6 +3,9 @@
 parked       a message as it lies there
 look         how to look without changing anything; what every command here stands on
 replaying    back to the main queues, with fresh attempts
+staging      how many at a time go there, so that a kill leaves none twice
+conveyor     a channel that moves them as bytes
+canary       what becomes of the first few
 discarding   gone for good
 foreign      dead letter queues that are not ours
 archive      out into lines of JSON, and back
@@ -14,7 +17,7 @@ from rabbit_tasks.parking.discarding import Asked, discard
 from rabbit_tasks.parking.look import Moved, browse
 from rabbit_tasks.parking.parked import Choose, ParkedMessage
 from rabbit_tasks.parking.queue import ParkingQueue
-from rabbit_tasks.parking.replaying import replay
+from rabbit_tasks.parking.replaying import Replayed, replay
 
 __all__ = [
     "Archived",
@@ -25,6 +28,7 @@ __all__ = [
     "Moved",
     "ParkedMessage",
     "ParkingQueue",
+    "Replayed",
     "browse",
     "discard",
     "export_to",
