@@ -306,6 +306,13 @@ async def left(connection: Connection, name: str) -> int | None:
             await channel.close(timeout=RPC_TIMEOUT)
 
 
+async def is_unfinished(connection: Connection, lot: ParkingQueue) -> bool:
+    """Whether a replay of this queue did not come to its end: the next one ends it."""
+    name = staging_queue(lot)
+    with explained(name):
+        return bool(await left(connection, name))
+
+
 # --- what a replay left that was killed ------------------------------------------------------------
 
 

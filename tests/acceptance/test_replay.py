@@ -353,6 +353,23 @@ def test_a_replay_that_was_killed_is_ended_by_the_next_which_says_what_it_found(
     assert len(found) <= 41
 
 
+def test_list_says_that_a_replay_did_not_come_to_its_end(cli: Run, lot: Lot) -> None:
+    lot.park("a")
+    assert cli("parked", "replay", "letters", "--all").code == 0
+    assert "ended in the middle" not in cli("parked", "list", "letters").err
+
+    async def leave() -> None:
+        async with Publisher.open(lot.settings) as publisher:
+            left = Properties.of(message_id="b", delivery_mode=2)
+            await publisher.send("letters.replaying", "letters", b"{}", left)
+
+    asyncio.run(leave())
+    result = cli("parked", "list", "letters")
+    assert "for the next one: rabbit-tasks parked replay letters" in result.err
+    assert cli("parked", "replay", "letters", "--limit", "1").code == 0
+    assert "ended in the middle" not in cli("parked", "list", "letters").err
+
+
 # --- speed --------------------------------------------------------------------------------------
 
 

@@ -217,6 +217,7 @@ class _Seen:
         self.there = 0
         self.untimed = 0
         self.shown = 0
+        self.unfinished = False
 
 
 async def _chosen(
@@ -226,6 +227,7 @@ async def _chosen(
     from rabbit_tasks import parking
     from rabbit_tasks.broker import connected
     from rabbit_tasks.cli.progress import going
+    from rabbit_tasks.parking.staging import is_unfinished
 
     left = choice.limit if stops else None
     # (On a terminal that the rows go to, they are what tells how far it is.)
@@ -236,6 +238,7 @@ async def _chosen(
             progress.began(count)
 
         async with connected(settings, "parked") as connection:
+            seen.unfinished = await is_unfinished(connection, queue)
             messages: Any = parking.browse(connection, queue, began=began)
             async with aclosing(messages):
                 async for message in messages:
@@ -285,6 +288,11 @@ def _end(queue: ParkingQueue, choice: Choice, seen: _Seen, *, quietly: bool = Fa
         tell(f"{seen.shown}{of} parked; one in full: rabbit-tasks parked show {queue.typed} ID")
     if seen.untimed and (choice.older_than is not None or choice.newer_than is not None):
         tell(f"{seen.untimed} do not tell when they were parked: neither older nor newer")
+    if seen.unfinished:
+        tell(
+            "a replay was ended in the middle: what it had on its way waits in a queue of its own, for "
+            f"the next one: rabbit-tasks parked replay {queue.typed}"
+        )
     if absent := choice.absent(seen.shown):
         tell(
             f"error: not parked: {', '.join(map(escaped, absent))}; what is: {list_command_of(queue)}"
