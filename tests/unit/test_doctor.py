@@ -473,3 +473,7 @@ def test_what_was_not_looked_at_is_told_once_per_reason() -> None:
         ("not looked at", f"cluster, bindings: {unset}"),
         ("not looked at", "nodes, limits: said 403"),
     ]
+
+
+def test_the_login_that_everybody_knows_is_nothing_to_tell_on_this_machine() -> None:
+    assert not_well(diagnose(facts(has_default_login=True))) == []
