@@ -7,7 +7,7 @@ import re
 import pytest
 from typer.main import get_command
 
-from rabbit_tasks.cli import cli, demo, parked, publish, topology, work  # noqa: F401
+from rabbit_tasks.cli import chaos, cli, demo, doctor, migrate, parked, publish, topology, work  # noqa: F401
 from rabbit_tasks.settings import Settings
 from tests.support.brokers import ROOT
 
@@ -39,7 +39,13 @@ def test_every_setting_stands_in_the_table_with_its_name() -> None:
 
 @pytest.mark.parametrize(
     "words",
-    sorted(set(re.findall(r"rabbit-tasks ((?:topology|parked) [a-z]+|work|publish|demo)", README))),
+    sorted(
+        set(
+            re.findall(
+                r"rabbit-tasks ((?:topology|parked) [a-z]+|work|publish|demo|doctor|chaos)", README
+            )
+        )
+    ),
 )
 def test_every_command_exists(words: str) -> None:
     command = get_command(cli)
