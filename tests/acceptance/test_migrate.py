@@ -18,10 +18,10 @@ import pytest
 from rabbit_tasks import Publisher, Settings, migration
 from rabbit_tasks.broker import Connection, connected
 from rabbit_tasks.declare import check
-from rabbit_tasks.errors import PublishError, RabbitTasksError, TopologyError
+from rabbit_tasks.errors import PublishError, RabbitTasksError, Refused, TopologyError
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.migration import migrate
-from rabbit_tasks.pour import WINDOW
+from rabbit_tasks.pour import WINDOW, Pour
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.topology import Topology
 from tests.conftest import eventually
@@ -100,7 +100,8 @@ async def fill(publisher: Publisher, queue: str, count: int) -> None:
 async def publishing(
     publisher: Publisher, exchange: str, key: str, pause: asyncio.Event | None = None
 ) -> AsyncIterator[set[int]]:
-    """Somebody publishes numbers from 10,000 on; what was confirmed. Not while the pause is set."""
+    """Somebody publishes numbers from 10,000 on, but not while the pause is set; what was confirmed,
+    and -1 where something was not."""
     confirmed: set[int] = set()
     number = 10_000
     is_over = False
@@ -110,9 +111,11 @@ async def publishing(
         while not is_over:
             number += 1
             one = number
-            with suppress(PublishError):
+            try:
                 await publisher.send(exchange, key, str(one).encode(), Properties.of())
                 confirmed.add(one)
+            except PublishError:
+                confirmed.add(-1)
             await asyncio.sleep(0.005)
             while pause is not None and pause.is_set() and not is_over:
                 await asyncio.sleep(0.01)
@@ -282,6 +285,33 @@ async def test_retries_that_are_due_meanwhile_arrive(
     assert found <= set(range(count))
 
 
+async def test_what_is_refused_stays_where_it_was(
+    connection: Connection, publisher: Publisher, settings: Settings
+) -> None:
+    await make(connection, "from")
+    await make(connection, "to", {"x-max-length": 5, "x-overflow": "reject-publish"})
+    await fill(publisher, "from", 20)
+
+    async def pour() -> None:
+        async with (
+            connected(settings, "test") as other,
+            Pour(connection, other, "from", "to", change=lambda given: given) as pouring,
+        ):
+            while True:
+                await pouring.flow()
+
+    with pytest.raises(Refused, match="queue 'to': refused"):
+        await pour()
+    moved = await numbers(connection, "to")
+    assert moved == list(range(5))
+
+    async def is_back() -> bool:
+        return await depth(connection, "from") == 15
+
+    await eventually(is_back)
+    assert await numbers(connection, "from") == list(range(5, 20))
+
+
 # --- what it refuses ----------------------------------------------------------------------------
 
 
@@ -311,16 +341,21 @@ async def test_with_consumers_attached_it_refuses_or_waits(
 
 
 @pytest.mark.usefixtures("hurried")
-@pytest.mark.parametrize("lacking", ["configure", "write", "read"])
+@pytest.mark.parametrize(
+    "lacking", [{"configure": "^$"}, {"write": "^$"}, {"read": "^$"}, {"read": "^letters"}]
+)
 async def test_without_a_permission_nothing_is_changed(
-    lacking: str, connection: Connection, publisher: Publisher, settings: Settings,
+    lacking: dict[str, str], connection: Connection, publisher: Publisher, settings: Settings,
     broker: Broker, vhost: str,
 ) -> None:  # fmt: skip
     await make(connection, "letters")
+    channel = await connection.open()
+    await channel.exchange_declare("news", exchange_type="topic", durable=True)
+    await channel.queue_bind("letters", "news", routing_key="a.*")
     await fill(publisher, "letters", 3)
     broker.create_user(f"poor-{vhost}", "p")
     try:
-        broker.allow(vhost, f"poor-{vhost}", **{lacking: "^$"})
+        broker.allow(vhost, f"poor-{vhost}", **lacking)
         poor = settings.changed(url=broker.url(vhost, f"poor-{vhost}", "p"))
         monitor = settings.management_url.replace("://", "://guest:guest@")  # type: ignore[union-attr]
         with pytest.raises(TopologyError, match="rabbitmqctl set_permissions") as refused:
