@@ -174,9 +174,8 @@ async def _compare_queue(connection: Connection, queue: Queue) -> list[Differenc
     if not await _queue_exists(connection, queue.name):
         return [_missing(queue.name)]
     remedy = (
-        "it cannot be changed in place: set it back in the consumer class, or let the queue run "
-        f"empty, delete it (rabbitmqctl delete_queue -p {shlex.quote(connection.vhost)} "
-        f"{shlex.quote(queue.name)}) and run {COMMAND}"
+        "it cannot be changed in place: set it back in the consumer class, or make it anew with its "
+        f"messages: rabbit-tasks topology migrate {shlex.quote(queue.name)}"
     )
     arguments: Arguments = dict(queue.arguments)
     found: dict[str, Difference] = {}

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import pty
-import shlex
 import signal
 import socket
 import subprocess
@@ -217,7 +216,7 @@ def test_topology_from_missing_to_declared(cli: Run, broker: Broker, vhost: str)
         if line["what"] == "x-queue-type"
     ]
     assert (line["found"], line["wanted"]) == ("classic", "quorum")
-    assert f"rabbitmqctl delete_queue -p {shlex.quote(vhost)}" in line["remedy"]
+    assert "rabbit-tasks topology migrate" in line["remedy"]
 
 
 def test_check_warns_of_a_handler_that_may_take_too_long_which_is_no_difference(cli: Run) -> None:
