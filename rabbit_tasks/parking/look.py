@@ -322,9 +322,26 @@ class Taken:
 
         await last.put_back(self._asking.connection, ack)
 
+    async def _settled(self) -> None:
+        """See the acks through to the queue.
+
+        A channel sends a quorum queue 32 commands and keeps what it has more until the queue has
+        answered: acks among them are lost with the channel, however long ago it has read them (3.10
+        to 4.3). A cancel waits for the queue, behind what was sent before it; when the channel goes
+        on, it sends what it kept. So: cancel, see that it went on, and once more.
+        """
+        if self._acks == 0 or self._channel is None:
+            return
+        with _explained(self._connection, self._queue):
+            for tag in self._tags:
+                await self._channel.basic_cancel(tag, nowait=True)
+        for _ in range(2):
+            self._asked_acks = -1
+            await self.arrived()
+
     async def _give_back(self) -> None:
         with suppress(ParkingError):
-            await self.arrived()
+            await self._settled()
         self._is_ended = True
         self._deliveries.clear()
         self._hold()

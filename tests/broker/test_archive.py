@@ -16,7 +16,7 @@ from rabbit_tasks import App, Consumer, Message, Publisher, Settings, parking
 from rabbit_tasks.broker import Connection
 from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.parking import Imported, ParkedMessage, ParkingQueue, archive
-from rabbit_tasks.parking.look import Taken
+from rabbit_tasks.parking.look import Taken, taking
 from rabbit_tasks.parking.parked import kept
 from rabbit_tasks.properties import Properties
 from tests.conftest import eventually
@@ -271,3 +271,15 @@ async def test_a_message_without_an_id_keeps_the_one_it_is_called_by_when_it_is_
     await publisher.send("", PARKED, b"nameless", unsorted)
     names = {m.id for _ in range(3) async for m in parking.browse(connection, "a lot")}
     assert len(names) == 1
+
+
+async def test_what_was_let_go_is_gone_though_its_queue_is_slow_to_hear_of_it(
+    declared: Declared, connection: Connection, publisher: Publisher
+) -> None:
+    await declared(app)
+    for _ in range(25):
+        await publisher.publish_many(PARKED, (b"" for _ in range(100)))
+        async with taking(connection, "a lot") as taken:
+            await taken.ack_all([delivery async for delivery, _ in taken])
+        # (Never mind how long ago they were sent: what the channel had kept for its queue is lost.)
+        assert await depth(connection, PARKED) == 0
