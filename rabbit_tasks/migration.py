@@ -5,8 +5,9 @@
     Q ◄────── Q.migrating      back: every message again; then that queue is deleted
 
 Which of the two there are, and whether Q is the old one, tells how far a run came that was killed;
-running it again goes on from there. Killed between a copy and its ack, a window's worth of messages
-(`pour.WINDOW`) is there twice; nothing else is, and nothing is lost.
+running it again goes on from there, and nothing is lost. There twice is what was between its copy and
+its ack: where we are killed, a window's worth of messages (`pour.WINDOW`); where the broker is killed,
+also those whose ack it had not written to its disk yet (of a classic queue, hundreds).
 
 One thing no client can do: delete a queue to which somebody publishes at that moment. What reaches
 the broker while it deletes is confirmed to its publisher, and gone (3.10 to 4.3, classic and quorum).

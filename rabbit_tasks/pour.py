@@ -1,7 +1,8 @@
 """Pour: the messages of one queue into another, in order, and none lost on the way.
 
 Copy, confirm, ack, as everywhere, but a window of them at a time. Killed at any moment, what was
-copied and not yet acked is in both queues: a window's worth at most.
+copied and not yet acked is in both queues: a window's worth at most. (A broker that is killed forgets
+acks that it had not written to its disk.)
 """
 
 from __future__ import annotations

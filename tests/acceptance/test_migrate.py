@@ -602,5 +602,6 @@ async def test_a_broker_that_dies_in_the_middle_loses_nothing(
     async with connected(settings, "test") as connection:
         await assert_is_as_wanted(connection, "letters")
         found = await numbers(connection, "letters")
+    # Twice those whose ack it had not written to its disk yet: of a classic queue, hundreds.
     assert list(dict.fromkeys(found)) == list(range(10 * WINDOW))
-    assert len(found) <= 11 * WINDOW
+    assert max(Counter(found).values()) <= 2
