@@ -27,7 +27,15 @@ from rabbit_tasks.declare import COMMAND, Difference, Questions
 from rabbit_tasks.errors import ConfigurationError, Forbidden, ManagementError
 from rabbit_tasks.management import Management
 from rabbit_tasks.policies import Policy, applying, changes
-from rabbit_tasks.topology import PARKING_LOT, Binding, Exchange, Queue, Topology, waiting_for
+from rabbit_tasks.topology import (
+    PARKING_LOT,
+    Binding,
+    Exchange,
+    Queue,
+    Topology,
+    waiting_for,
+    waiting_queue,
+)
 
 PRUNE: Final = f"{COMMAND} --prune"
 BY_MANAGEMENT: Final = "bindings, policies, limits, queues that no lock file names"
@@ -148,6 +156,17 @@ def stale_names(topology: Topology, names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name not in ours and waiting_for(name) in mains)
 
 
+def not_ours(name: str, row: Mapping[str, Any]) -> str | None:
+    """Why a queue with the name of a retry queue is none of ours, of whatever policy; None where it
+    may well be. `row` is what the management API tells of it."""
+    wanted = queue.arguments if (queue := waiting_queue(name)) else {}
+    found = dict(row.get("arguments") or {})
+    if wanted == found and wanted:
+        return None
+    differs = sorted(key for key in {*wanted, *found} if wanted.get(key) != found.get(key))
+    return f"declared as none of ours ever was ({', '.join(differs) or 'its name'}): whose is it?"
+
+
 def removed_names(topology: Topology, exported: Iterable[str]) -> list[str]:
     """Those in a lock file that serve no main queue of the topology."""
     ours = {queue.name for queue in topology.queues}
@@ -224,6 +243,10 @@ def _bindings(topology: Topology, facts: Facts) -> Iterable[Step]:
 
 def _stale(topology: Topology, facts: Facts) -> Iterable[Step]:
     for name in stale_names(topology, facts.others):
+        row = (facts.queues or {}).get(name)
+        if row is not None and (wrong := not_ours(name, row)) is not None:
+            yield Step("note", name, f"has the name of a retry queue of ours, but is {wrong}")
+            continue
         messages = _messages(name, facts)
         main = waiting_for(name)
         if not messages:

@@ -5,14 +5,17 @@ A quorum queue is deleted with whatever is in it: if-empty and if-unused are ref
 seconds. Worse, a message that is published to a queue in the moment of its deletion is confirmed to
 its publisher and gone (3.10 to 4.3). So, in this order:
 
-1. No worker is connected that may publish there: each tells which topology is its.
+1. No worker is connected that may publish there: each tells which topology is its. And the queue is
+   surely ours: of a name, with arguments, as our policies make them, and bound to no exchange.
 2. We consume from each queue that is empty and that nobody else consumes from. From now on what
    arrives comes to us, and cannot become a dead letter.
 3. We wait until the management API shows our consumer: that figure, and the count of dead letters
    beside it, were taken after we came.
-4. Nothing arrived, nothing is on its way, and still no such worker is connected: the queue is deleted.
+4. Nothing arrived, nothing is on its way, still no such worker is connected, and nobody consumes but
+   we: the queue is deleted.
 5. Had something arrived all the same, it came to us before the broker ended our consumer (also on
    another node than the queue's leader): the queue is made again, and that message put back into it.
+   So it is where somebody else deleted the queue while we had a message of it.
 
 What remains: somebody who is no worker of this version, publishes to a retry queue of an older
 policy, and does so in the millisecond of its deletion; and our own death between 4. and 5.
@@ -46,7 +49,7 @@ from rabbit_tasks.errors import (
 )
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.management import Management
-from rabbit_tasks.plan import PRUNE, stale_names
+from rabbit_tasks.plan import PRUNE, not_ours, stale_names
 from rabbit_tasks.settings import Settings
 from rabbit_tasks.topology import waiting_for
 
@@ -93,15 +96,19 @@ class _Watch:
 
 
 async def prune(
-    settings: Settings, app: App, *, told: Callable[[list[str]], None] = lambda _names: None
+    settings: Settings,
+    app: App,
+    *,
+    told: Callable[[list[str]], None] = lambda _names: None,
+    done: Callable[[Pruned], None] = lambda _pruned: None,
 ) -> list[Pruned]:
     """Remove the stale retry and crashed queues of the app's main queues; what became of each.
 
     One that holds anything is kept, and what waits there goes home in its time. `told` is called
-    with the names before the wait for the broker's figures of them. TopologyError while
-    a worker of another topology of this app is connected, or a permission is missing;
-    ConfigurationError without the management API, ManagementError where it does not tell enough,
-    ConnectError that names those that were removed before the connection was lost.
+    with the names before the wait for the broker's figures of them, `done` with each as soon as it is
+    removed or kept. TopologyError while a worker of another topology of this app is connected, or a
+    permission is missing; ConfigurationError without the management API, ManagementError where it does
+    not tell enough, ConnectError that names those that were removed before the connection was lost.
     """
     management = Management.of(settings)
     if management is None:
@@ -116,21 +123,31 @@ async def prune(
         publisher = await stack.enter_async_context(Publisher.open(settings))
         found: dict[str, Pruned] = {}
         watches: dict[str, _Watch] = {}
+
+        def settle(one: Pruned) -> None:
+            found[one.name] = one
+            done(one)
+
+        async def remove(watch: _Watch) -> None:
+            settle(await _remove(connection, publisher, watch))
+
         for name in names:
-            if (kept := await _in_use(connection, name, rows[name])) is not None:
-                found[name] = Pruned(name, kept)
+            kept = await _others(management, name, rows[name])
+            kept = kept or await _in_use(connection, name, rows[name])
+            if kept is not None:
+                settle(Pruned(name, kept))
             else:
-                watches[name] = await _watch(connection, name, rows[name], stack)
+                watches[name] = await _watch(connection, publisher, name, rows[name], stack)
         if watches:
             told(list(watches))
         for name, kept in (await _settled(management, watches)).items():
-            found[name] = Pruned(name, kept)
+            settle(Pruned(name, kept))
             del watches[name]
         if watches:
             await _nobody_else(management, app)
-        for name, watch in watches.items():
+        for watch in watches.values():
             try:
-                found[name] = await _to_its_end(_remove(connection, publisher, watch))
+                await _to_its_end(remove(watch))
             except ConnectError as error:
                 gone = ", ".join(one.name for one in found.values() if one.kept is None)
                 raise ConnectError(
@@ -180,10 +197,19 @@ async def _nobody_else(management: Management, app: App) -> None:
 # --- 2. and 3. what is in it ----------------------------------------------------------------------
 
 
+async def _others(management: Management, name: str, row: Row) -> str | None:
+    """Why this queue may be somebody else's, whatever its name."""
+    if (wrong := not_ours(name, row)) is not None:
+        return wrong
+    bound = await management.rows("queues", management.vhost, name, "bindings")
+    # (Of the default exchange every queue has one.)
+    if sources := sorted({str(one["source"]) for one in bound if one.get("source")}):
+        return f"bound to {', '.join(sources)}, as none of ours ever was: whose is it?"
+    return None
+
+
 async def _in_use(connection: Connection, name: str, row: Row) -> str | None:
     """Why this queue stays, as far as can be seen without touching it."""
-    if row.get("type") != "quorum":
-        return f"a {row.get('type')} queue, which none of ours ever was"
     found = await declare.look(connection, name)
     if found is None:
         return "somebody else removed it"
@@ -195,10 +221,12 @@ async def _in_use(connection: Connection, name: str, row: Row) -> str | None:
     return None
 
 
-async def _watch(connection: Connection, name: str, row: Row, stack: AsyncExitStack) -> _Watch:
+async def _watch(
+    connection: Connection, publisher: Publisher, name: str, row: Row, stack: AsyncExitStack
+) -> _Watch:
     channel = await connection.open()
-    stack.push_async_callback(_leave, channel)
     watch = _Watch(name, dict(row.get("arguments") or {}), channel)
+    stack.push_async_callback(_leave, publisher, watch)
     channel.on_consumer_cancel_callbacks.add(lambda _: watch.ended.set())
     async with Questions(connection) as questions:
         await questions.ask(name, lambda _: _consume(channel, watch))
@@ -213,10 +241,12 @@ async def _consume(channel: Channel, watch: _Watch) -> None:
     )  # fmt: skip
 
 
-async def _leave(channel: Channel) -> None:
+async def _leave(publisher: Publisher, watch: _Watch) -> None:
     """What came to us goes back to where it was."""
     with suppress(Exception):
-        await channel.close(timeout=RPC_TIMEOUT)
+        await watch.channel.close(timeout=RPC_TIMEOUT)
+    if watch.ended.is_set():  # where it was is no more
+        await _to_its_end(_put_all_back(publisher, watch))
 
 
 async def _settled(management: Management, watches: Mapping[str, _Watch]) -> dict[str, str]:
@@ -258,6 +288,11 @@ async def _settled(management: Management, watches: Mapping[str, _Watch]) -> dic
 async def _remove(connection: Connection, publisher: Publisher, watch: _Watch) -> Pruned:
     if watch.arrived:
         return Pruned(watch.name, "a message was published to it just now: who does that?")
+    _, consumers = await declare.look(connection, watch.name) or (0, 0)
+    if consumers > 1:  # and may have been given what is published to it
+        return Pruned(
+            watch.name, "somebody else consumes from it by now: is another prune at work?"
+        )
     try:
         async with Questions(connection) as questions:
             await questions.ask(watch.name, partial(_delete, name=watch.name))
@@ -271,17 +306,23 @@ async def _remove(connection: Connection, publisher: Publisher, watch: _Watch) -
         log.warning("%s; but it is removed", why)
     if not watch.arrived:
         return Pruned(watch.name)
-    for message in watch.arrived:
-        await _put_back(publisher, watch, message)
+    count = len(watch.arrived)
+    await _put_all_back(publisher, watch)
     return Pruned(
         watch.name,
-        f"{_messages(len(watch.arrived))} published to it as it was removed: it was made again, with "
+        f"{_messages(count)} published to it as it was removed: it was made again, with "
         "them in it; who does that?",
     )
 
 
 async def _delete(channel: Channel, name: str) -> None:
     await channel.queue_delete(name, timeout=RPC_TIMEOUT)
+
+
+async def _put_all_back(publisher: Publisher, watch: _Watch) -> None:
+    while watch.arrived:
+        await _put_back(publisher, watch, watch.arrived[0])
+        del watch.arrived[0]
 
 
 async def _put_back(publisher: Publisher, watch: _Watch, message: DeliveredMessage) -> None:

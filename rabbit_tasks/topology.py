@@ -22,7 +22,7 @@ from datetime import timedelta
 from typing import Any, Final, Literal
 
 from rabbit_tasks.consumer import Consumer
-from rabbit_tasks.durations import duration_text
+from rabbit_tasks.durations import duration_of, duration_text
 from rabbit_tasks.errors import ConfigurationError
 from rabbit_tasks.retry import CRASH_DELAYS, MILLISECOND
 
@@ -33,7 +33,7 @@ PARKING_LOT: Final = "parking-lot"
 # return on 3.10, and none means 20 on 4.x: 21 looks at a parked message would lose it.
 _LOOKED_AT_FOR_EVER: Final = 2_147_483_647
 
-_WAITING_NAME: Final = re.compile(r"\.(?:retry\.\d+|crashed)\.\d+(?:ms|s|m|h|d)$")
+_WAITING_NAME: Final = re.compile(r"\.(?:retry\.(\d+)|crashed)\.(\d+(?:ms|s|m|h|d))$")
 
 Arguments = dict[str, Any]
 
@@ -127,6 +127,23 @@ def waiting_for(name: str) -> str | None:
     """
     found = _WAITING_NAME.search(name)
     return name[: found.start()] if found and found.start() else None
+
+
+def waiting_queue(name: str) -> Queue | None:
+    """The retry or crashed queue of this name, as every policy that has one declares it; None where
+    no policy has a queue of this name."""
+    main, found = waiting_for(name), _WAITING_NAME.search(name)
+    if main is None or found is None:
+        return None
+    try:
+        attempt, delay = found[1], duration_of(found[2])
+    except ValueError:  # longer than Python's durations
+        return None
+    if attempt is None:
+        queue = _waiting(crashed_queue(main, delay), "crashed", main, delay)
+    else:
+        queue = _waiting(retry_queue(main, int(attempt), delay), "retry", main, delay)
+    return queue if queue.name == name else None  # (60s is written 1m)
 
 
 def parked_queue(main: str) -> str:

@@ -206,13 +206,8 @@ def declare_command(
     for name in created:
         typer.echo(f"created {name}")
     tell(_summary(app) + (f": {len(created)} created" if created else ": all there already"))
-    if prune:
-        pruned = run(_prune(app, settings))
-        for one in pruned:
-            what = f"kept {one.name}: {one.kept}" if one.kept else f"removed {one.name}"
-            typer.echo(escaped(what))
-        if not pruned:
-            tell("no retry queue of an older policy is left")
+    if prune and not run(_prune(app, settings)):
+        tell("no retry queue of an older policy is left")
 
 
 @topology.command("check")
@@ -282,7 +277,10 @@ async def _prune(app: App, settings: Settings) -> list[Pruned]:
         many = f"{len(names)} retry queue{'s' if len(names) != 1 else ''} of older policies"
         tell(f"{many} to remove; waiting for figures of what is on its way out, about 10 s")
 
-    return await prune(settings, app, told=told)
+    def done(one: Pruned) -> None:
+        typer.echo(escaped(f"kept {one.name}: {one.kept}" if one.kept else f"removed {one.name}"))
+
+    return await prune(settings, app, told=told, done=done)
 
 
 async def _check(app: App, settings: Settings) -> tuple[list[Difference], list[str]]:

@@ -21,6 +21,7 @@ from rabbit_tasks import declare as declaring
 from rabbit_tasks.broker import Connection
 from rabbit_tasks.doctor import Row, diagnose, examination, examine, has_fault
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.topology import waiting_queue
 from tests.conftest import eventually
 from tests.support.brokers import Broker
 from tests.support.inprocess import Running
@@ -275,7 +276,11 @@ async def test_a_queue_of_an_older_policy_is_told(
 ) -> None:
     await declared(app)
     channel = await connection.open()
-    await channel.queue_declare("letters.retry.1.7s", durable=True)
+    older = waiting_queue("letters.retry.1.7s")
+    assert older is not None
+    await channel.queue_declare(older.name, durable=True, arguments=older.arguments)
+    # of that name too, but nothing that prune would touch
+    await channel.queue_declare("letters.retry.1.8s", durable=True)
     ((state, about, says),) = wrong(await rows_of(seeing))
     assert (state, about) == ("warning", "stale")
     assert says.startswith("letters.retry.1.7s: of an older policy, and empty")

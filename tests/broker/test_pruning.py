@@ -25,6 +25,7 @@ from rabbit_tasks.errors import (
 from rabbit_tasks.management import Management
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.pruning import Pruned, prune
+from rabbit_tasks.topology import waiting_queue
 from tests.conftest import eventually
 from tests.support.brokers import Broker
 from tests.support.inprocess import Running
@@ -67,15 +68,11 @@ async def both(declared: Declared) -> None:
     await declared(app)
 
 
-def waiting(ttl: int, home: str = "mail") -> dict[str, Any]:
-    return {
-        "x-queue-type": "quorum", "x-message-ttl": ttl, "x-dead-letter-exchange": "",
-        "x-dead-letter-routing-key": home, "x-dead-letter-strategy": "at-least-once",
-        "x-overflow": "reject-publish",
-    }  # fmt: skip
-
-
-async def put(connection: Connection, name: str, arguments: dict[str, Any]) -> None:
+async def put(connection: Connection, name: str, **other: Any) -> None:
+    """A retry queue of this name; with arguments that differ, None for those that are not given."""
+    queue = waiting_queue(name)
+    assert queue is not None
+    arguments = {k: v for k, v in {**queue.arguments, **other}.items() if v is not None}
     channel = await connection.open()
     await channel.queue_declare(name, durable=True, arguments=arguments)
     await channel.close()
@@ -93,20 +90,24 @@ async def nothing(_: object) -> None: ...
 
 
 async def test_what_is_empty_goes_and_whatever_holds_or_gets_a_message_stays(
-    both: None, settings: Settings, connection: Connection, publisher: Publisher
+    both: None,
+    settings: Settings,
+    connection: Connection,
+    publisher: Publisher,
+    broker: Broker,
+    vhost: str,
 ) -> None:
     names = {
-        "empty": "mail.retry.1.10s", "crashed": "mail.crashed.7s", "holds": "mail.retry.1.11s",
-        "dead": "mail.retry.1.1ms", "gets": "mail.retry.1.12s", "read": "mail.retry.1.13s",
-        "classic": "mail.retry.1.14s", "theirs": "other.retry.1.15s",
+        "empty": "mail.retry.1.10m", "crashed": "mail.crashed.7m", "holds": "mail.retry.1.11m",
+        "dead": "mail.retry.1.1ms", "gets": "mail.retry.1.12m", "read": "mail.retry.1.13m",
     }  # fmt: skip
-    for key, name in names.items():
-        arguments = {"dead": waiting(1, "nowhere"), "classic": {"x-queue-type": "classic"}}
-        await put(connection, name, arguments.get(key, waiting(600_000)))
+    for name in names.values():
+        await put(connection, name)
+    broker.delete(vhost, "queues", "mail")  # so that nobody takes dead letters
     await send(publisher, names["holds"])
     # From now on the management API says of it that nothing is on the way out.
     await eventually(lambda: none_dead(settings, names["dead"]), within=20)
-    await send(publisher, names["dead"])  # gone from ready at once, and nobody takes it
+    await send(publisher, names["dead"])  # gone from ready at once
     await eventually(lambda: empty(connection, names["dead"]))
     reader = await connection.open()
     await reader.basic_consume(names["read"], nothing)
@@ -118,7 +119,10 @@ async def test_what_is_empty_goes_and_whatever_holds_or_gets_a_message_stays(
         sent.append(asyncio.create_task(send(publisher, names["gets"], b'"late"', a="b")))
         second.append(asyncio.create_task(prune(settings, app)))  # at the same time
 
-    found = {one.name: one.kept for one in await prune(settings, app, told=meanwhile)}
+    told: list[Pruned] = []
+    pruned = await prune(settings, app, told=meanwhile, done=told.append)
+    assert sorted(map(str, told)) == sorted(map(str, pruned))
+    found = {one.name: one.kept for one in pruned}
     kept = {key: found.pop(name) for key, name in names.items() if found.get(name)}
     assert found == {STALE: None, names["empty"]: None, names["crashed"]: None}
     assert kept == {
@@ -126,7 +130,6 @@ async def test_what_is_empty_goes_and_whatever_holds_or_gets_a_message_stays(
         "dead": "1 dead letter on the way out of it: does mail take them? rabbit-tasks topology check",
         "gets": "a message was published to it just now: who does that?",
         "read": "somebody consumes from it, or did so a moment ago: is another prune at work?",
-        "classic": "a classic queue, which none of ours ever was",
     }
     for key, name in names.items():
         assert await there(connection, name) == (key not in ("empty", "crashed")), key
@@ -134,10 +137,47 @@ async def test_what_is_empty_goes_and_whatever_holds_or_gets_a_message_stays(
     await eventually(lambda: depth(connection, names["gets"]))
     (late,) = await take_all(connection, names["gets"])
     assert (late.body, late.properties.header("a")) == (b'"late"', "b")
-    await put(connection, "nowhere", {"x-queue-type": "quorum"})
     also = {one.name: one.kept for one in await second[0]}
     assert set(also) >= {names[key] for key in kept}
     assert all(why is not None for why in also.values())
+
+
+async def test_a_queue_that_is_not_surely_ours_stays_whatever_its_name(
+    both: None,
+    settings: Settings,
+    connection: Connection,
+    deleting: Deleting,
+    broker: Broker,
+    vhost: str,
+) -> None:
+    deleting(delete)
+    whose = "declared as none of ours ever was ({}): whose is it?"
+    home = {"x-dead-letter-routing-key": "elsewhere"}
+    other: dict[str, tuple[dict[str, Any], str]] = {
+        "mail.retry.1.2m": (home, whose.format("x-dead-letter-routing-key")),
+        "mail.retry.1.3m": ({"x-message-ttl": 1}, whose.format("x-message-ttl")),
+        "mail.retry.1.4m": ({"x-overflow": None}, whose.format("x-overflow")),
+        "mail.retry.1.5m": ({"x-max-length": 9}, whose.format("x-max-length")),
+        "mail.retry.1.6m": ({}, "bound to amq.direct, as none of ours ever was: whose is it?"),
+    }
+    for name, (arguments, _) in other.items():
+        await put(connection, name, **arguments)
+    channel = await connection.open()
+    await channel.queue_bind("mail.retry.1.6m", "amq.direct", "theirs")
+    # and names that are none of a retry queue of ours
+    for name in ("mail.retry.x", "mail2.retry.1.1m", "mail.retry.1.1m.x", "mail.retry.1.60s"):
+        await channel.queue_declare(name, durable=True)
+    there_before = set(await names_of(settings))
+    found = {one.name: one.kept for one in await prune(settings, app)}
+    assert (found.pop("mail.retry.1.60s") or "").startswith("declared as none of ours ever was (")
+    assert found == {STALE: None} | {name: why for name, (_, why) in other.items()}
+    assert set(await names_of(settings)) == there_before - {STALE}
+
+
+async def names_of(settings: Settings) -> list[str]:
+    management = Management.of(settings)
+    assert management is not None
+    return [row["name"] for row in await management.rows("queues", management.vhost)]
 
 
 # --- in the gap -----------------------------------------------------------------------------------
@@ -191,7 +231,7 @@ async def test_what_is_published_between_the_last_look_and_the_deletion_is_not_l
             assert headers == {"x-retry-count": 1, "n": "é"}
         assert all(m.properties.number("delivery_mode") == 2 for m in found)
         # Made again as it was: with other arguments this would be refused.
-        await put(connection, STALE, waiting(60_000))
+        await put(connection, STALE)
 
 
 async def test_the_last_message_is_not_given_up_while_the_broker_does_not_take_it(
@@ -241,6 +281,44 @@ async def test_a_cancelled_prune_puts_back_what_it_holds_before_it_ends(
     with pytest.raises(asyncio.CancelledError):
         await running
     assert [message.body for message in await take_all(connection, STALE)] == [b'"the only copy"']
+
+
+async def test_a_message_in_our_hands_whose_queue_somebody_else_removes_is_put_back(
+    both: None,
+    settings: Settings,
+    connection: Connection,
+    publisher: Publisher,
+    broker: Broker,
+    vhost: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As another prune at the same time does, to whom it did not come."""
+
+    async def comes_to_us_and_is_deleted(_: object, watches: dict[str, Any]) -> dict[str, str]:
+        await send(publisher, STALE, b'"the only copy"')
+        await eventually(lambda: bool(watches[STALE].arrived))
+        broker.delete(vhost, "queues", STALE)
+        await watches[STALE].ended.wait()
+        return {STALE: "a message came"}
+
+    monkeypatch.setattr(pruning, "_settled", comes_to_us_and_is_deleted)
+    assert await prune(settings, app) == [Pruned(STALE, "a message came")]
+    assert [message.body for message in await take_all(connection, STALE)] == [b'"the only copy"']
+
+
+async def test_a_queue_from_which_somebody_else_consumes_by_now_stays(
+    both: None, settings: Settings, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def comes_meanwhile(_: object, __: object) -> dict[str, str]:
+        channel = await connection.open()
+        await channel.basic_consume(STALE, nothing)
+        return {}
+
+    monkeypatch.setattr(pruning, "_settled", comes_meanwhile)
+    ((name, why),) = [(one.name, one.kept) for one in await prune(settings, app)]
+    assert name == STALE
+    assert why == "somebody else consumes from it by now: is another prune at work?"
+    assert await there(connection, STALE)
 
 
 @pytest.mark.parametrize("is_deleted", [True, False])

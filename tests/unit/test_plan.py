@@ -12,7 +12,7 @@ from rabbit_tasks import ConfigurationError, Consumer, Message, RetryPolicy
 from rabbit_tasks.declare import Difference
 from rabbit_tasks.plan import Facts, Step, decide, exported_queues, removed_names, stale_names
 from rabbit_tasks.policies import Policy
-from rabbit_tasks.topology import topology_of
+from rabbit_tasks.topology import topology_of, waiting_queue
 
 
 class Mail(Consumer[Any]):
@@ -84,7 +84,10 @@ def test_a_binding_that_is_missing_is_made_and_one_too_many_is_told() -> None:
 
 
 def test_stale_queues_tell_what_they_hold_dead_letters_on_their_way_as_well() -> None:
-    rows = {"mail.retry.1.9s": {"messages_unacknowledged": 1, "messages_dlx": 2}}
+    older = waiting_queue("mail.retry.1.9s")
+    assert older is not None
+    row = {"messages_unacknowledged": 1, "messages_dlx": 2, "arguments": older.arguments}
+    rows = {"mail.retry.1.9s": row}
     steps = due(facts(others={"mail.retry.1.9s": 4, "mail.crashed.16s": 0}, queues=rows))
     assert steps == [
         Step("stale", "mail.crashed.16s", "of an older policy, and empty",
@@ -94,6 +97,15 @@ def test_stale_queues_tell_what_they_hold_dead_letters_on_their_way_as_well() ->
     ]  # fmt: skip
     (one,) = due(facts(others={"mail.retry.1.9s": 1}))
     assert "with 1 message that" in one.says
+
+
+def test_a_queue_that_has_but_the_name_of_a_retry_queue_is_a_note_and_not_to_be_removed() -> None:
+    rows = {"mail.retry.1.9s": {"arguments": {"x-queue-type": "quorum"}}}
+    found = facts(others={"mail.retry.1.9s": 0}, queues=rows)
+    assert due(found) == []
+    (note,) = [step for step in decide(TOPOLOGY, found) if step.what == "note"]
+    assert note.name == "mail.retry.1.9s"
+    assert note.says.startswith("has the name of a retry queue of ours, but is declared as none of")
 
 
 def test_stale_is_what_serves_a_main_queue_of_ours_and_is_not_ours() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from rabbit_tasks import App, ConfigurationError, Consumer, Message, RetryPolicy
 from rabbit_tasks.durations import duration_of, duration_text
-from rabbit_tasks.topology import topology_of, waiting_for
+from rabbit_tasks.topology import topology_of, waiting_for, waiting_queue
 
 
 def consumer(
@@ -199,6 +199,9 @@ def test_the_main_queue_is_read_from_the_name_of_each_queue_where_messages_wait(
     for one in topology_of([consumer(queue, retry=retry)]).queues:
         waits = one.role in ("retry", "crashed")
         assert waiting_for(one.name) == (queue if waits else None), one.name
+        made = waiting_queue(one.name)
+        assert made == (one if waits else None)
+        assert made is None or made.arguments == one.arguments
 
 
 @pytest.mark.parametrize(
@@ -207,6 +210,14 @@ def test_the_main_queue_is_read_from_the_name_of_each_queue_where_messages_wait(
 )
 def test_other_names_are_of_no_main_queue(name: str) -> None:
     assert waiting_for(name) is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.retry.1.60s", "a.retry.01.1s", "a.crashed.0s", "a.retry.1." + "9" * 30 + "d", "a.parked"],
+)
+def test_a_name_that_no_policy_gives_is_of_no_queue_where_messages_wait(name: str) -> None:
+    assert waiting_queue(name) is None
 
 
 def test_the_digest_is_that_of_the_definitions() -> None:
