@@ -1,0 +1,12 @@
+"""How fast: rabbit_tasks beside raw aio-pika, raw aiormq and its peers, on one broker in one run.
+
+python -m bench                                 every measure, five rounds
+python -m bench quick                           every measure in under three minutes
+python -m bench drain-64 latency --rounds 9     some of them
+python -m bench --against aiormq,celery         beside whom; peers: pip install '.[bench]'
+python -m bench profile drain-64                where the CPU time of rabbit_tasks goes
+
+The broker is that of RABBIT_TASKS_URL. Queues are of the run's own, named bench.<run>.…, and removed in
+the end, after Ctrl-C as well. Contenders work one at a time, each in a process of its own, in turns,
+so that all see the same weather; what counts are the ratios, each of two neighbours in one round.
+"""

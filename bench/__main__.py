@@ -1,0 +1,139 @@
+"""python -m bench: what to measure, beside whom, how often."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+from urllib.parse import quote
+
+import typer
+
+from bench import __doc__ as usage
+from bench import table
+from bench.contenders import OURS, PEERS, RAW
+from bench.lane import Failed
+from bench.machine import load, machine
+from bench.measure import MEASURES, Measure, Size
+from bench.profile import Profile
+from bench.race import Race, opened
+from rabbit_tasks.errors import RabbitTasksError
+from rabbit_tasks.settings import Settings
+
+QUICK = 140.0
+"""Seconds for all measures of `quick`, after which there are fewer rounds."""
+FUNCTIONS = 40
+"""Lines of a profile."""
+
+
+def main(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[quick | profile MEASURE | MEASURE…]", show_default=False),
+    ] = None,
+    against: Annotated[
+        str, typer.Option(metavar="NAME,…", help=f"{', '.join((*RAW, *PEERS))}.")
+    ] = ",".join(RAW),
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Of every measure: 5, or 3 where it is quick.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Lines of JSON, with every round.")
+    ] = False,
+) -> None:
+    """Measure rabbit_tasks beside others on the broker of RABBIT_TASKS_URL."""
+    first, *rest = words or [""]
+    is_profile, is_quick = first == "profile", first == "quick"
+    named = rest if is_profile or is_quick else words or []
+    measures = [measure_of(name) for name in named] or list(MEASURES)
+    if is_profile and (len(named) != 1 or named == ["start"]):
+        raise typer.BadParameter(f"profile takes one of {', '.join(_names()[:-1])}")
+    others = [name for name in against.split(",") if name]
+    if unknown := [name for name in others if name not in (*RAW, *PEERS)]:
+        raise typer.BadParameter(f"{unknown[0]} is none of {', '.join((*RAW, *PEERS))}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        url = url_of(Settings())
+        with opened(url, [OURS] if is_profile else [OURS, *others], tell) as race:
+            if is_profile:
+                show_profile(race, measures[0], as_json)
+            else:
+                size: Size = "quick" if is_quick else "whole"
+                compare(race, measures, size, rounds or (3 if is_quick else 5), as_json)
+    except KeyboardInterrupt:
+        tell("interrupted; the queues of this run are removed")
+        raise typer.Exit(130) from None
+    except (Failed, RabbitTasksError, OSError) as error:
+        tell(f"error: {error}")
+        raise typer.Exit(1) from None
+
+
+def compare(race: Race, measures: list[Measure], size: Size, rounds: int, as_json: bool) -> None:
+    """A row for every figure as soon as it is there."""
+    names = [lane.name for lane in race.lanes]
+    baseline = next((name for name in RAW if name in names), names[-1])
+    versions = ", ".join(f"{name} {version}" for name, version in race.versions.items())
+    tell(f"{versions}; RabbitMQ {race.queues.server_version()}; {machine()}; {load()}")
+    fewest = rounds
+    if not as_json:
+        show(*table.head(names, baseline))
+    for result in race.run(measures, size, rounds, QUICK if size == "quick" else None):
+        if as_json:
+            show(*table.lines(result, baseline, race.versions))
+        else:
+            show(table.row(result, names, baseline))
+        fewest = min(fewest, len(result.load))
+    tell(f"medians of {fewest} rounds{f' to {rounds}' if fewest < rounds else ''}; {load()}")
+
+
+def show_profile(race: Race, measure: Measure, as_json: bool) -> None:
+    """Libraries and functions by their share of the CPU time, of rabbit_tasks alone."""
+    (lane,) = race.lanes
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "samples")
+        figures = race.once(lane, measure, measure.count("whole"), path)
+        profile = Profile(path)
+    tell(f"{measure.name}: {profile.samples} samples; {figures}; {machine()}; {load()}")
+    if as_json:
+        show(*table.profile_lines(profile, FUNCTIONS))
+    else:
+        show(*table.profile_rows(profile, FUNCTIONS))
+
+
+def measure_of(name: str) -> Measure:
+    for measure in MEASURES:
+        if measure.name == name:
+            return measure
+    raise typer.BadParameter(f"{name} is none of quick, profile, {', '.join(_names())}")
+
+
+def _names() -> list[str]:
+    return [measure.name for measure in MEASURES]
+
+
+def url_of(settings: Settings) -> str:
+    """The first node's, as everybody's client reads it."""
+    address = settings.addresses()[0]
+    if address.tls:
+        raise Failed("RABBIT_TASKS_URL: TLS would be most of what is measured; take amqp://")
+    user, password, vhost = (
+        quote(text, safe="") for text in (address.user, address.password, address.vhost)
+    )
+    return f"amqp://{user}:{password}@{address.host}:{address.port}/{vhost}"
+
+
+def show(*lines: str) -> None:
+    for line in lines:
+        typer.echo(line)
+
+
+def tell(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command(help=usage, epilog=f"Measures: {', '.join(_names())}")(main)
+    app()
