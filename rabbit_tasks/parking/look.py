@@ -137,6 +137,7 @@ class Taken:
         self._read = 0
         self._acks = 0
         self._asked_acks = 0
+        self._settled_acks = 0
         self._is_reading_on = False
         self._is_ended = False
         self._is_cancelled = False
@@ -278,23 +279,53 @@ class Taken:
         self._acks += len(deliveries)
 
     async def arrived(self) -> None:
-        """Wait until the broker has the acks. It answers none, but it reads a channel in order."""
+        """Wait until the broker has the acks. It answers none, but it reads a channel in order.
+
+        Of up to 32 they are then in the queue, when nothing but we can die.
+        """
         if self._acks == self._asked_acks or self._channel is None:
             return
         asked = self._acks
+        await self._come_to(self._channel)
+        self._asked_acks = max(self._asked_acks, asked)
+
+    async def settled(self) -> None:
+        """Wait until the acks are in the queue, however many, and whoever dies from here on.
+
+        A channel sends a quorum queue 32 commands and keeps what it has more until the queue has
+        answered: acks among them are lost with the channel, however long ago it has read them (3.10
+        to 4.3). A consumer that begins waits for the queue, behind what was sent before it; the channel
+        then goes on and sends what it kept; and the consumer's end waits for that.
+        """
+        if self._acks == self._settled_acks or self._channel is None:
+            return
+        acks, tag = self._acks, f"99.{uuid.uuid4().hex}"  # (behind the others, see _consume)
+        self._channel.consumers[tag] = _pass_by
+        with _explained(self._connection, self._queue):
+            # What is parked meanwhile goes to the consumers that are there.
+            consume = Basic.Consume(
+                queue=self._queue, consumer_tag=tag, nowait=True, arguments={"x-priority": -1}
+            )
+            await written(self._channel, marshal(consume, self._channel.number))
+            await self._come_to(self._channel)
+            await self._channel.basic_cancel(tag, nowait=True)
+        await self._come_to(self._channel)
+        self._settled_acks = self._asked_acks = acks
+
+    async def _come_to(self, channel: Channel) -> None:
+        """Wait until the broker has come to this point of the channel."""
         with _explained(self._connection, self._queue):
             if self._is_much_on_its_way and self._asking.has_echo:
                 # A question's answer would come behind all of them.
-                await self._asking.hear(self._channel)
+                await self._asking.hear(channel)
             else:
                 self._is_reading_on = True
                 try:
                     self._hold()
-                    await self._channel.basic_qos(prefetch_count=1, timeout=RPC_TIMEOUT)
+                    await channel.basic_qos(prefetch_count=1, timeout=RPC_TIMEOUT)
                 finally:
                     self._is_reading_on = False
                     self._hold()
-        self._asked_acks = max(self._asked_acks, asked)
 
     @property
     def _is_much_on_its_way(self) -> bool:
@@ -322,26 +353,9 @@ class Taken:
 
         await last.put_back(self._asking.connection, ack)
 
-    async def _settled(self) -> None:
-        """See the acks through to the queue.
-
-        A channel sends a quorum queue 32 commands and keeps what it has more until the queue has
-        answered: acks among them are lost with the channel, however long ago it has read them (3.10
-        to 4.3). A cancel waits for the queue, behind what was sent before it; when the channel goes
-        on, it sends what it kept. So: cancel, see that it went on, and once more.
-        """
-        if self._acks == 0 or self._channel is None:
-            return
-        with _explained(self._connection, self._queue):
-            for tag in self._tags:
-                await self._channel.basic_cancel(tag, nowait=True)
-        for _ in range(2):
-            self._asked_acks = -1
-            await self.arrived()
-
     async def _give_back(self) -> None:
         with suppress(ParkingError):
-            await self._settled()
+            await self.settled()
         self._is_ended = True
         self._deliveries.clear()
         self._hold()
@@ -457,6 +471,10 @@ class Asking:
                 await self._channel.basic_cancel(self._listening, timeout=RPC_TIMEOUT)
             await self._channel.queue_delete(lock_of(self._lot), timeout=RPC_TIMEOUT)
             await self._channel.close(timeout=RPC_TIMEOUT)
+
+
+async def _pass_by(_: DeliveredMessage) -> None:
+    """One of those that go back with the others."""
 
 
 def _size(message: DeliveredMessage) -> int:

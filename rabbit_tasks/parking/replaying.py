@@ -373,7 +373,7 @@ class _Replay:
 
         async def ack() -> None:
             await taken.ack_all([one.delivery for one in window])
-            await taken.arrived()
+            await taken.settled()
 
         with self.explained():
             await self._staging.send_home([one.digest for one in window], len(window), ack)

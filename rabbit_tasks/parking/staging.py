@@ -390,7 +390,7 @@ async def _resume(
                 maybe_twice(message.id)
             if not alone and not parked.total():
                 break
-        await taken.arrived()
+        await taken.settled()
     for tag in notes:
         await channel.basic_ack(tag, wait=False)
     if window:

@@ -315,6 +315,41 @@ async def test_acks_are_heard_of_before_all_that_waits_has_come(
     assert await ids(connection) == NAMES[3:]
 
 
+@pytest.mark.parametrize("by_echo", [False, True])
+async def test_acks_that_are_settled_stay_so_though_the_connection_goes_at_once(
+    by_echo: bool,
+    lot: str,
+    connection: Connection,
+    publisher: Publisher,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a hundred in one write the broker's channel passes on 32, and keeps the others for a while."""
+    monkeypatch.setattr(look, "_FEW", 0)
+    monkeypatch.setattr(look.Taken, "_is_much_on_its_way", by_echo)
+    names = [f"{number:03}" for number in range(120)]
+    for _ in range(3):
+        await asyncio.gather(*(park(publisher, [name]) for name in names))
+        async with look.taking(connection, "lot") as taken:
+            found = [(delivery, message.id) async for delivery, message in taken]
+            await park(publisher, ["new", "newer"])
+            await taken.ack_all([delivery for delivery, _ in found[::2]])
+            await taken.settled()
+            taken._connection.abort()  # noqa: SLF001
+        await eventually(lambda: _unheld(connection))
+        assert await ids(connection) == [*(name for _, name in found[1::2]), "new", "newer"]
+        await _purge(connection)
+
+
+async def _purge(connection: Connection) -> None:
+    channel = await connection.open()
+    await channel.queue_purge("lot.parked")
+    await channel.close()
+
+
+async def _unheld(connection: Connection) -> bool:
+    return await consumers(connection, "lot.parked") == 0
+
+
 @pytest.mark.heavy
 async def test_a_look_that_stands_still_for_a_minute_goes_on(
     lot: str, settings: Settings, publisher: Publisher
@@ -521,10 +556,6 @@ async def _once_or_in_flight_twice(connection: Connection) -> list[str]:
     assert len(replayed) == len(set(replayed))
     assert replayed + [name for name in parked if name not in twice] == NAMES
     return twice
-
-
-async def _unheld(connection: Connection) -> bool:
-    return await consumers(connection, "lot.parked") == 0
 
 
 VICTIM = """
