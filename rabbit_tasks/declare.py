@@ -11,7 +11,7 @@ import re
 import shlex
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Self
@@ -64,16 +64,18 @@ async def check(connection: Connection, topology: Topology) -> list[Difference]:
     is missing that the comparison needs (configure on the queue).
     """
     found: list[Difference] = []
-    for part in topology.parts:
-        found += await compare(connection, part)
+    async with Questions.of(connection) as questions:
+        for part in topology.parts:
+            found += await compare(questions, part)
     return found
 
 
-async def compare(connection: Connection, part: Exchange | Queue) -> list[Difference]:
+async def compare(by: Connection | Questions, part: Exchange | Queue) -> list[Difference]:
     """How the broker has this one differently; as `check`. Forbidden without configure on it."""
-    if isinstance(part, Exchange):
-        return await _compare_exchange(connection, part)
-    return await _compare_queue(connection, part)
+    async with Questions.of(by) as questions:
+        if isinstance(part, Exchange):
+            return await _compare_exchange(questions, part)
+        return await _compare_queue(questions, part)
 
 
 async def declare(connection: Connection, topology: Topology) -> list[str]:
@@ -90,14 +92,15 @@ async def declare(connection: Connection, topology: Topology) -> list[str]:
     queues = [queue for queue in topology.queues if queue.name in absent]
     exchanges = [exchange for exchange in topology.exchanges if exchange.name in absent]
     parts: list[Exchange | Queue | Binding] = [*exchanges, *queues, *topology.bindings]
-    for part in parts:
-        await may_make(connection, part)
-    for exchange in exchanges:
-        await _create(connection, exchange.name, partial(_declare_exchange, exchange=exchange))
-    for queue in queues:
-        await _create(connection, queue.name, partial(_declare_queue, queue=queue))
-    for binding in topology.bindings:
-        await _create(connection, binding.queue, partial(_bind, binding=binding))
+    async with Questions.of(connection) as questions:
+        for part in parts:
+            await may_make(questions, part)
+        for exchange in exchanges:
+            await _create(questions, exchange.name, partial(_declare_exchange, exchange=exchange))
+        for queue in queues:
+            await _create(questions, queue.name, partial(_declare_queue, queue=queue))
+        for binding in topology.bindings:
+            await _create(questions, binding.queue, partial(_bind, binding=binding))
     return sorted(absent)
 
 
@@ -107,33 +110,34 @@ async def missing(connection: Connection, topology: Topology) -> list[str]:
         *((e.name, partial(_look_for_exchange, name=e.name)) for e in topology.exchanges),
         *((q.name, partial(_look_for_queue, name=q.name)) for q in topology.queues),
     ]
-    # All on one channel: every worker begins with this, and one that replaces a dead one in a hurry.
-    async with Questions(connection) as questions:
+    async with Questions.of(connection) as questions:
         return [name for name, look in looks if not await _exists(questions, name, look)]
 
 
-async def may_make(connection: Connection, part: Exchange | Queue | Binding) -> None:
+async def may_make(by: Connection | Questions, part: Exchange | Queue | Binding) -> None:
     """Have the broker check our permissions for one that is not there, and make nothing.
 
     Forbidden, and what else `declare` raises. (It looks at them before it looks at anything else,
     from 3.10 to 4.3: so each is asked for with something that it refuses afterwards.)
     """
-    if isinstance(part, Binding):
-        # Taking away a binding that never was changes nothing and needs the same permissions.
-        probe = replace(part, key=f"permission probe {uuid.uuid4().hex}")
-        with suppress(amqp.ChannelNotFoundEntity):
-            await _do(connection, part.queue, partial(_unbind, binding=probe))
-    elif isinstance(part, Queue):
-        queue = replace(part, arguments={**part.arguments, "x-queue-type": "none"})
-        await _refusal(connection, part.name, partial(_declare_queue, queue=queue))
-    else:
-        await _refusal(connection, part.name, partial(_declare_nothing, name=part.name))
+    async with Questions.of(by) as questions:
+        if isinstance(part, Binding):
+            # Taking away a binding that never was changes nothing and needs the same permissions.
+            probe = replace(part, key=f"permission probe {uuid.uuid4().hex}")
+            with suppress(amqp.ChannelNotFoundEntity):
+                await questions.ask(part.queue, partial(_unbind, binding=probe))
+        elif isinstance(part, Queue):
+            queue = replace(part, arguments={**part.arguments, "x-queue-type": "none"})
+            await _refusal(questions, part.name, partial(_declare_queue, queue=queue))
+        else:
+            await _refusal(questions, part.name, partial(_declare_nothing, name=part.name))
 
 
-async def look(connection: Connection, name: str) -> tuple[int, int] | None:
+async def look(by: Connection | Questions, name: str) -> tuple[int, int] | None:
     """Messages that are ready in a queue, and its consumers; None where there is no such queue.
 
     Neither messages in somebody's hands nor dead letters that are on their way are among them.
+    TopologyError for an exclusive queue of another connection; Forbidden where we may not look.
     """
     found: tuple[int, int] | None = None
 
@@ -142,25 +146,29 @@ async def look(connection: Connection, name: str) -> tuple[int, int] | None:
         answer = await channel.queue_declare(name, passive=True, timeout=RPC_TIMEOUT)
         found = answer.message_count or 0, answer.consumer_count or 0
 
-    async with Questions(connection) as questions:
+    async with Questions.of(by) as questions:
         try:
             await questions.ask(name, ask)
         except amqp.ChannelNotFoundEntity:
             return None
+        except amqp.ChannelLockedResource:
+            raise TopologyError(
+                f"{name}: an exclusive queue of another connection; {_owner(questions)}"
+            ) from None
     return found
 
 
 # --- one object ---------------------------------------------------------------------------------
 
 
-async def _compare_exchange(connection: Connection, exchange: Exchange) -> list[Difference]:
-    if not await _exchange_exists(connection, exchange.name):
-        return [_missing(exchange.name)]
-    refusal = await _refusal(
-        connection, exchange.name, partial(_declare_exchange, exchange=exchange)
-    )
+async def _compare_exchange(questions: Questions, exchange: Exchange) -> list[Difference]:
+    name = exchange.name
+    if not await _exists(questions, name, partial(_look_for_exchange, name=name)):
+        return [_missing(name)]
+    refusal = await _refusal(questions, name, partial(_declare_exchange, exchange=exchange))
     if refusal is None:
         return []
+    connection = questions.connection
     host, vhost = connection.address.host if connection.address else "HOST", connection.vhost
     path = f"{quote(vhost, safe='')}/{quote(exchange.name, safe='')}"
     remedy = (
@@ -170,8 +178,8 @@ async def _compare_exchange(connection: Connection, exchange: Exchange) -> list[
     return [Difference(exchange.name, *refusal, remedy)]
 
 
-async def _compare_queue(connection: Connection, queue: Queue) -> list[Difference]:
-    if not await _queue_exists(connection, queue.name):
+async def _compare_queue(questions: Questions, queue: Queue) -> list[Difference]:
+    if not await _exists(questions, queue.name, partial(_look_for_queue, name=queue.name)):
         return [_missing(queue.name)]
     remedy = (
         "it cannot be changed in place: set it back in the consumer class, or make it anew with its "
@@ -181,16 +189,13 @@ async def _compare_queue(connection: Connection, queue: Queue) -> list[Differenc
     found: dict[str, Difference] = {}
     while True:
         attempt = partial(_declare_queue, queue=replace(queue, arguments=arguments))
-        refusal = await _refusal(connection, queue.name, attempt)
+        refusal = await _refusal(questions, queue.name, attempt)
         if refusal is None:
             break
         what, wanted, current = refusal
         known = what in found
         if what == "exclusive":
-            remedy = (
-                "it goes with the connection that declared it; which: rabbitmqctl list_queues "
-                f"-p {shlex.quote(connection.vhost)} name owner_pid"
-            )
+            remedy = f"it goes with the connection that declared it; {_owner(questions)}"
         if what == "x-queue-type" and current == "none":
             current = "classic"  # what no type meant when it was declared
         found[what] = Difference(queue.name, what, wanted, current, remedy)
@@ -203,6 +208,11 @@ async def _compare_queue(connection: Connection, queue: Queue) -> list[Differenc
         else:
             arguments[what] = _like(current, queue.arguments.get(what))
     return list(found.values())
+
+
+def _owner(questions: Questions) -> str:
+    vhost = shlex.quote(questions.connection.vhost)
+    return f"which: rabbitmqctl list_queues -p {vhost} name owner_pid"
 
 
 def _like(text: str, wanted: object) -> Any:
@@ -256,16 +266,6 @@ async def _look_for_exchange(channel: Channel, name: str) -> None:
     await channel.exchange_declare(name, passive=True, timeout=RPC_TIMEOUT)
 
 
-async def _queue_exists(connection: Connection, name: str) -> bool:
-    async with Questions(connection) as questions:
-        return await _exists(questions, name, partial(_look_for_queue, name=name))
-
-
-async def _exchange_exists(connection: Connection, name: str) -> bool:
-    async with Questions(connection) as questions:
-        return await _exists(questions, name, partial(_look_for_exchange, name=name))
-
-
 # --- one question to the broker -----------------------------------------------------------------
 
 Call = Callable[[Channel], Awaitable[None]]
@@ -273,15 +273,21 @@ Call = Callable[[Channel], Awaitable[None]]
 
 class Questions:
     """Questions to the broker, on one channel for as long as the answer is not "no", which closes it:
-    then the next one is asked on another.
+    then the next one is asked on another. (An app has hundreds of queues: a channel for each question
+    would take longer than the questions.)
 
     confirms    so that it answers a publish as well
     """
 
     def __init__(self, connection: Connection, *, confirms: bool = False) -> None:
-        self._connection = connection
+        self.connection = connection
         self._confirms = confirms
         self._channel: Channel | None = None
+
+    @classmethod
+    def of(cls, by: Connection | Questions) -> AbstractAsyncContextManager[Questions]:
+        """Those that are being asked, or new ones where it is a connection."""
+        return nullcontext(by) if isinstance(by, Questions) else cls(by)
 
     async def __aenter__(self) -> Self:
         return self
@@ -294,7 +300,7 @@ class Questions:
     async def ask(self, name: str, call: Call) -> None:
         """Forbidden where our user may not, in the broker's own words and with the next step;
         ConnectError where it does not answer. Any other "no" is the client library's exception."""
-        connection = self._connection
+        connection = self.connection
         try:
             if self._channel is None or self._channel.is_closed:
                 self._channel = await connection.open(confirms=self._confirms)
@@ -318,16 +324,10 @@ class Questions:
             raise error
 
 
-async def _do(connection: Connection, name: str, call: Call) -> None:
-    """One question, on a channel of its own."""
-    async with Questions(connection) as questions:
-        await questions.ask(name, call)
-
-
-async def _create(connection: Connection, name: str, call: Call) -> None:
+async def _create(questions: Questions, name: str, call: Call) -> None:
     """After everything was checked; so a "no" here is somebody else's work in between, or a limit."""
     try:
-        await _do(connection, name, call)
+        await questions.ask(name, call)
     except amqp.AMQPError as error:
         raise TopologyError(
             f"{name}: {words(error)}; what is there now: rabbit-tasks topology check"
@@ -344,10 +344,10 @@ async def _exists(questions: Questions, name: str, look: Call) -> bool:
     return True
 
 
-async def _refusal(connection: Connection, name: str, call: Call) -> tuple[str, str, str] | None:
+async def _refusal(questions: Questions, name: str, call: Call) -> tuple[str, str, str] | None:
     """Argument, wanted and found, where the broker has it differently."""
     try:
-        await _do(connection, name, call)
+        await questions.ask(name, call)
     except amqp.ChannelLockedResource:
         return "exclusive", "false", "true, of another connection"
     except amqp.ChannelPreconditionFailed as error:

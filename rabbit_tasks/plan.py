@@ -24,7 +24,7 @@ from aiormq.channel import Channel
 from rabbit_tasks import declare
 from rabbit_tasks.broker import RPC_TIMEOUT, Connection
 from rabbit_tasks.declare import COMMAND, Difference, Questions
-from rabbit_tasks.errors import ConfigurationError, Forbidden, ManagementError
+from rabbit_tasks.errors import ConfigurationError, Forbidden, ManagementError, TopologyError
 from rabbit_tasks.management import Management
 from rabbit_tasks.policies import Policy, applying, changes
 from rabbit_tasks.topology import (
@@ -126,13 +126,7 @@ async def plan(
         facts.unseen.append((BY_MANAGEMENT, "RABBIT_TASKS_MANAGEMENT_URL is not set"))
     else:
         await _ask(management, facts)
-    for name in stale_names(topology, {*(facts.queues or ()), *facts.exported}) + removed_names(
-        topology, facts.exported
-    ):
-        with suppress(Forbidden):  # (4.3: not even a look without any permission on it)
-            found = await declare.look(connection, name)
-            if found is not None:
-                facts.others[name] = found[0]
+    await _look_at_others(connection, topology, facts)
     return decide(topology, facts)
 
 
@@ -364,23 +358,40 @@ def _notes(facts: Facts) -> Iterable[Step]:
 # --- questions ----------------------------------------------------------------------------------
 
 
+async def _look_at_others(connection: Connection, topology: Topology, facts: Facts) -> None:
+    """Queues that are not in the topology: stale ones, and those that the lock file names."""
+    names = stale_names(topology, {*(facts.queues or ()), *facts.exported})
+    async with Questions(connection) as questions:
+        for name in names + removed_names(topology, facts.exported):
+            try:
+                found = await declare.look(questions, name)
+            except Forbidden as error:  # (4.3: not even a look without any permission on it)
+                facts.unseen.append((name, error.said))
+            except TopologyError as error:
+                facts.unseen.append((name, str(error).removeprefix(f"{name}: ")))
+            else:
+                if found is not None:
+                    facts.others[name] = found[0]
+
+
 async def _compare(connection: Connection, topology: Topology, facts: Facts) -> None:
     refused = facts.refused["declare"] = []
     parts: list[Exchange | Queue | Binding] = []
-    for part in topology.parts:
-        try:
-            found = await declare.compare(connection, part)
-        except Forbidden as error:
-            refused.append(error.said)
-            facts.uncompared.add(part.name)
-            continue
-        facts.differences += found
-        parts += [part] if any(one.is_missing for one in found) else []
-    for making in (*parts, *topology.bindings):
-        try:
-            await declare.may_make(connection, making)
-        except Forbidden as error:
-            refused.append(error.said)
+    async with Questions(connection) as questions:
+        for part in topology.parts:
+            try:
+                found = await declare.compare(questions, part)
+            except Forbidden as error:
+                refused.append(error.said)
+                facts.uncompared.add(part.name)
+                continue
+            facts.differences += found
+            parts += [part] if any(one.is_missing for one in found) else []
+        for making in (*parts, *topology.bindings):
+            try:
+                await declare.may_make(questions, making)
+            except Forbidden as error:
+                refused.append(error.said)
     facts.refused["declare"] = list(dict.fromkeys(refused))
 
 
@@ -435,12 +446,13 @@ async def _ask(management: Management, facts: Facts) -> None:
     if queues is None:
         return  # nor would it answer the rest
     facts.queues = {str(row.get("name")): row for row in queues}
-    exchanges, bindings, policies, operators, limits = await asyncio.gather(
+    exchanges, bindings, policies, operators, limits, vhosts = await asyncio.gather(
         ask("exchanges", "exchanges", vhost),
         ask("bindings", "exchanges", vhost, PARKING_LOT, "bindings", "source"),
         ask("policies", "policies", vhost),
         ask("operator policies", "operator-policies", vhost),
         ask("limits of the virtual host", "vhost-limits", vhost),
+        ask("the virtual host's default queue type", "vhosts"),
     )
     if exchanges is not None:
         facts.exchanges = {str(row.get("name")): row for row in exchanges}
@@ -453,8 +465,7 @@ async def _ask(management: Management, facts: Facts) -> None:
     for row in limits or ():
         most = row["value"].get("max-queues") if isinstance(row.get("value"), dict) else None
         facts.most_queues = most if isinstance(most, int) else None
-    try:
-        told = await management.get("vhosts", vhost)
-        facts.default_type = told.get("default_queue_type") if isinstance(told, dict) else None
-    except ManagementError as error:
-        facts.unseen.append(("the virtual host's default queue type", str(error)))
+    # Of all that we may see: about one alone it tells administrators only.
+    for row in vhosts or ():
+        if row.get("name") == vhost:
+            facts.default_type = row.get("default_queue_type")

@@ -29,14 +29,15 @@ from rabbit_tasks.broker import (
     connect,
     words,
 )
+from rabbit_tasks.declare import Questions
 from rabbit_tasks.doctor.diagnosis import numbers
 from rabbit_tasks.doctor.facts import Clients, Facts, Held, Left, Listener, Node, Quorum, Reader
 from rabbit_tasks.errors import (
     ConfigurationError,
     ConnectError,
-    Forbidden,
     ManagementError,
     ParkingError,
+    TopologyError,
 )
 from rabbit_tasks.management import Management
 from rabbit_tasks.migration import holding_queue
@@ -167,7 +168,7 @@ async def _ask_amqp(
         told = (warning_of(connection.server_version, type(one)) for one in app.consumers)
         facts.handlers = tuple(text for text in told if text)
         facts.held = tuple(await _held(connection, app.topology.queues))
-        facts.left = tuple(await _left(connection, app.topology))
+        facts.left = tuple(await _left(connection, app.topology, await _names(management)))
         facts.steps = tuple(await plan(connection, app.topology, management, exported=exported))
     except ConnectError as error:
         facts.silence = str(error)
@@ -205,18 +206,19 @@ async def _is_blocked(settings: Settings) -> bool:
 async def _held(connection: Connection, queues: Iterable[Queue]) -> list[Held]:
     """Of those that are there, and that we may look at."""
     found = []
-    for queue in queues:
-        with suppress(Forbidden):
-            if (told := await declare.look(connection, queue.name)) is not None:
-                messages, consumers = told
-                is_lot = queue.role == "parked" and messages and not consumers
-                found.append(
-                    Held(
-                        queue=queue.name, role=queue.role, main=queue.main,
-                        messages=messages, consumers=consumers,
-                        since=await _parked_since(connection, queue.name) if is_lot else None,
-                    )
-                )  # fmt: skip
+    async with Questions(connection) as questions:
+        for queue in queues:
+            with suppress(TopologyError):  # which the plan tells
+                if (told := await declare.look(questions, queue.name)) is not None:
+                    messages, consumers = told
+                    is_lot = queue.role == "parked" and messages and not consumers
+                    found.append(
+                        Held(
+                            queue=queue.name, role=queue.role, main=queue.main,
+                            messages=messages, consumers=consumers,
+                            since=await _parked_since(connection, queue.name) if is_lot else None,
+                        )
+                    )  # fmt: skip
     return found
 
 
@@ -233,8 +235,20 @@ async def _parked_since(connection: Connection, lot: str) -> datetime | None:
     return None
 
 
-async def _left(connection: Connection, topology: Topology) -> list[Left]:
-    """What a replay or a migration was killed with, if it is not at work."""
+async def _names(management: Management | None) -> set[str] | None:
+    """The queues that there are, where the management API tells."""
+    if management is not None:
+        with suppress(ManagementError):  # which the plan tells
+            rows = await management.rows("queues", management.vhost, columns="name")
+            return {str(row.get("name")) for row in rows}
+    return None
+
+
+async def _left(connection: Connection, topology: Topology, names: set[str] | None) -> list[Left]:
+    """What a replay or a migration was killed with, if it is not at work.
+
+    `names`, where they are known, spare a question for every queue that could be there.
+    """
     places: list[tuple[Literal["replay", "migrate"], str, str]] = []
     for queue in topology.queues:
         if queue.role == "parked":
@@ -242,10 +256,13 @@ async def _left(connection: Connection, topology: Topology) -> list[Left]:
         with suppress(ConfigurationError):  # a queue of the app has that name
             places.append(("migrate", holding_queue(topology, queue.name).name, queue.name))
     found = []
-    for by, name, of in places:
-        with suppress(Forbidden):
-            if (told := await declare.look(connection, name)) is not None:
-                found.append(Left(by, name, of, told[0]))
+    async with Questions(connection) as questions:
+        for by, name, of in places:
+            if names is not None and name not in names:
+                continue
+            with suppress(TopologyError):  # not ours to see, so nothing that our user has left
+                if (told := await declare.look(questions, name)) is not None:
+                    found.append(Left(by, name, of, told[0]))
     return found
 
 

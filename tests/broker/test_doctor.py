@@ -88,6 +88,30 @@ async def test_without_the_management_api_it_says_what_it_could_not_see_and_that
     assert not has_fault(rows)
 
 
+async def test_of_many_queues_the_questions_share_channels(
+    seeing: Settings, declared: Declared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await declared(app)
+    opened = []
+    real = Connection.open
+
+    async def counted(self: Connection, *args: Any, **kwargs: Any) -> Any:
+        opened.append(self)
+        return await real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Connection, "open", counted)
+    assert wrong(await rows_of(seeing)) == []
+    few = len(opened)
+    opened.clear()
+    many = App("post", [type(f"Letters{n}", (Letters,), {"queue": f"letters{n}"})() for n in "123"])
+    await declared(many)
+    opened.clear()
+    assert not has_fault(await rows_of(seeing, many))
+    assert (
+        few <= len(opened) <= few + 12
+    )  # (a refusal ends one: what a worker may not, is asked so)
+
+
 @pytest.mark.parametrize(
     ("path", "says"),
     [("http://guest:wr0ng@{host}", "said 401"), ("http://127.0.0.1:1", "gave no answer")],
@@ -269,6 +293,21 @@ async def test_an_operators_policy_that_loses_messages_is_a_fault(
     assert any("parked messages are lost after 1m" in row.says for row in found)
     for row in found:
         assert f"rabbitmqctl clear_operator_policy -p {vhost} short" in row.remedy
+
+
+async def test_a_queue_that_is_somebody_elses_own_is_told_and_no_failure(
+    seeing: Settings, declared: Declared, connection: Connection
+) -> None:
+    """Its name is that of an older policy's; the broker refuses even a look at it."""
+    await declared(app)
+    channel = await connection.open()
+    await channel.queue_declare("letters.retry.1.7s", exclusive=True)
+    rows = await rows_of(seeing)
+    assert wrong(rows) == []
+    (row,) = [row for row in rows if row.state == "unseen"]
+    assert row.says.startswith(
+        "letters.retry.1.7s: an exclusive queue of another connection; which: "
+    )
 
 
 async def test_a_queue_of_an_older_policy_is_told(
