@@ -56,6 +56,8 @@ _PASSES: Final = 20
 LOST: Final = (ConnectionError, amqp.AMQPConnectionError, amqp.ChannelInvalidStateError,
                amqp.ChannelClosed)  # fmt: skip
 """What a broker call raises when its channel or connection is gone."""
+_OBJECT: Final = re.compile(r"<(Connection|Channel)\b.* at 0x[0-9a-f]+>")
+"""How the client library calls one in its errors, URL and all."""
 
 
 def is_cancelled() -> bool:
@@ -69,7 +71,8 @@ def is_cancelled() -> bool:
 
 def words(error: BaseException) -> str:
     """What the broker or the client library says, without the exception's own ceremony."""
-    return " ".join(str(part) for part in error.args if part) or repr(error)
+    text = " ".join(str(part) for part in error.args if part) or repr(error)
+    return _OBJECT.sub(lambda found: found[1].lower(), text)
 
 
 # --- connect ------------------------------------------------------------------------------------

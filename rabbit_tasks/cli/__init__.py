@@ -86,10 +86,13 @@ def settings_of(context: typer.Context, *, grace: str | None = None) -> Settings
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
-    """Run a command's coroutine."""
+    """Run a command's coroutine. RabbitTasksError where the client library gave one of its calls up."""
     import asyncio
 
-    return asyncio.run(work)
+    try:
+        return asyncio.run(work)
+    except asyncio.CancelledError:  # (nobody's Ctrl-C: that is a KeyboardInterrupt)
+        raise RabbitTasksError("the connection to the broker is lost") from None
 
 
 def exit_code(error: RabbitTasksError) -> int:

@@ -462,8 +462,15 @@ class Asking:
         """Wait until the broker has come to this point of the channel."""
         self._heard.clear()
         await channel.basic_publish(b"", exchange="", routing_key=lock_of(self._lot), wait=False)
-        async with asyncio.timeout(within):
-            await self._heard.wait()
+        deadline = asyncio.get_running_loop().time() + within
+        while not self._heard.is_set():
+            if channel.is_closed or self.connection.is_lost:
+                raise amqp.ChannelInvalidStateError("connection closed")
+            if (left := deadline - asyncio.get_running_loop().time()) <= 0:
+                raise TimeoutError
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(0.5, left)):
+                    await self._heard.wait()
 
     async def unlock(self) -> None:
         if self._channel is not None:
@@ -502,7 +509,7 @@ async def taking(connection: Connection, queue: str | ParkingQueue) -> AsyncIter
         finally:
             await taken.give_back()
     finally:
-        with suppress(Exception):
+        with suppress(ParkingError), _explained(connection, lot):
             await asking.unlock()
 
 

@@ -22,7 +22,7 @@ from rabbit_tasks.app import App
 from rabbit_tasks.broker import connected
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.declare import declare
-from rabbit_tasks.parking import canary, staging
+from rabbit_tasks.parking import canary, look, staging
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.retry import RetryPolicy
 from tests.acceptance.conftest import Figures
@@ -332,6 +332,36 @@ def test_ctrl_c_ends_it_between_messages_says_what_was_done_and_the_same_goes_on
     assert "killed" not in rest.err
     found = [one.properties.text("message_id") for one in lot.take_all("letters")]
     assert found == [f"{i:02}" for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "interrupted"),
+    [
+        (["list", "letters"], False),
+        (["groups", "letters"], False),
+        (["replay", "letters", "--all"], False),
+        (["replay", "letters", "--all"], True),
+    ],
+)
+def test_a_connection_lost_in_a_way_that_looks_like_a_cancel_is_an_error_and_exit_1(
+    arguments: list[str],
+    interrupted: bool,
+    cli: Run,
+    lot: Lot,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The client library cancels what waits for an answer that cannot come any more."""
+
+    async def terms_of(*_: Any) -> None:
+        if interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.05)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(look, "terms_of", terms_of)
+    found = cli("parked", *arguments)
+    assert found.code == 1
+    assert found.err == "error: the connection to the broker is lost\n"
 
 
 def test_a_replay_that_was_killed_is_ended_by_the_next_which_says_what_it_found(

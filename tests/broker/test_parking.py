@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rabbit_tasks import App, Consumer, Message, Publisher, RetryPolicy, Settings, parking
-from rabbit_tasks.broker import Connection, connect, connected
+from rabbit_tasks.broker import RPC_TIMEOUT, Connection, connect, connected
 from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.parking import ParkedMessage, look
 from rabbit_tasks.parking.groups import grouped
@@ -338,6 +338,35 @@ async def test_acks_that_are_settled_stay_so_though_the_connection_goes_at_once(
         await eventually(lambda: _unheld(connection))
         assert await ids(connection) == [*(name for _, name in found[1::2]), "new", "newer"]
         await _purge(connection)
+
+
+async def test_a_connection_that_goes_while_acks_settle_is_an_error_at_once(
+    lot: str, connection: Connection, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(look, "_FEW", 0)
+    await park(publisher, NAMES[:3])
+    async with look.taking(connection, "lot") as taken:
+        delivery, *_ = [delivery async for delivery, _ in taken]
+        monkeypatch.setattr(look.Taken, "_is_much_on_its_way", True)
+        await taken.ack(delivery)
+        taken._connection.abort()  # noqa: SLF001
+        async with asyncio.timeout(RPC_TIMEOUT / 2):
+            with pytest.raises(ParkingError, match="connection lost"):
+                await taken.settled()
+    await eventually(holds(connection, "lot.parked", 2))
+
+
+async def test_a_library_that_gives_up_its_call_at_the_end_of_a_look_cancels_nobody(
+    lot: str, connection: Connection, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does where the connection goes meanwhile."""
+
+    async def unlock(_: look.Asking) -> None:
+        raise asyncio.CancelledError
+
+    await park(publisher, NAMES[:3])
+    monkeypatch.setattr(look.Asking, "unlock", unlock)
+    assert await ids(connection) == NAMES[:3]
 
 
 async def _purge(connection: Connection) -> None:

@@ -150,7 +150,7 @@ async def _replay(
     went: Counter[str],
 ) -> Replayed:
     from rabbit_tasks.app import find_app, is_given
-    from rabbit_tasks.broker import Publisher, connected
+    from rabbit_tasks.broker import Publisher, connected, is_cancelled
     from rabbit_tasks.cli.progress import going
 
     app = find_app(given.app) if given.app or is_given() else None
@@ -172,7 +172,7 @@ async def _replay(
                 work.app, work.went, work.progress = app, went, progress
                 return await work.all()
     except asyncio.CancelledError:
-        if stop.is_set():
+        if is_cancelled():
             raise KeyboardInterrupt from None
         raise
     finally:
