@@ -19,6 +19,8 @@ from typing import Final
 EVERY: Final = 0.001
 """Seconds of CPU time between two samples; Linux rounds it up to its tick, 1 to 10 ms."""
 DEPTH: Final = 60
+SERVANTS: Final = ("asyncio", "standard library", "generated code")
+"""Whose time is that of their callers."""
 
 Place = tuple[str, str, int]
 """File, function, and the line where it begins."""
@@ -66,15 +68,25 @@ class Profile:
         ]
         self.samples = sum(times for _, times in self._stacks)
 
-    def libraries(self) -> list[tuple[str, float]]:
-        """Each library's share of the CPU time, its own code's alone; the largest first."""
-        found: Counter[str] = Counter()
+    def libraries(self) -> list[tuple[str, float, float]]:
+        """Each library's share of the CPU time: its own code's, and with what asyncio and the standard
+        library did when it called them; the largest first."""
+        own: Counter[str] = Counter()
+        caused: Counter[str] = Counter()
         for stack, times in self._stacks:
-            found[library_of(stack[0][0])] += times
-        return [(name, times / self.samples) for name, times in found.most_common()]
+            libraries = [library_of(file) for file, _, _ in stack]
+            own[libraries[0]] += times
+            causes = (name for name in libraries if name not in SERVANTS)
+            # (At the root of every stack is the event loop, and whoever has started it.)
+            cause = next(causes, "") if "bench" not in libraries[:1] else "bench"
+            caused["asyncio" if cause in ("", "bench") else cause] += times
+        return [
+            (name, own[name] / self.samples, caused[name] / self.samples)
+            for name, _ in (own | caused).most_common()
+        ]
 
-    def functions(self, most: int) -> list[Function]:
-        """Those that take most by themselves."""
+    def functions(self, most: int, *, by_own: bool = True) -> list[Function]:
+        """Those that take most, by themselves or with all that they call."""
         own: Counter[Place] = Counter()
         total: Counter[Place] = Counter()
         for stack, times in self._stacks:
@@ -82,8 +94,8 @@ class Profile:
             for place in set(stack):
                 total[place] += times
         return [
-            Function(_shown(place), times / self.samples, total[place] / self.samples)
-            for place, times in own.most_common(most)
+            Function(_shown(place), own[place] / self.samples, total[place] / self.samples)
+            for place in (one for one, _ in (own if by_own else total).most_common(most))
         ]
 
 

@@ -100,7 +100,7 @@ class Race:
                 return lane.start()
             figures: dict[str, float] | None = lane.run(measure, count, profile)
             if figures is not None and not measure.name.startswith("publish"):
-                self.queues.make_sure_of_acks(lane.queue)
+                self.queues.make_sure_of_acks(lane.queue, measure.slots)
             return figures
         finally:
             self.queues.purge(lane.queue)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from bench.contenders import OURS
-from bench.profile import Profile
+from bench.profile import Function, Profile
 from bench.race import Result
 
 NONE = "-"
@@ -66,17 +66,30 @@ def lines(result: Result, baseline: str, versions: dict[str, str]) -> list[str]:
 def profile_rows(profile: Profile, most: int) -> list[str]:
     """Libraries, then functions, with their shares of the CPU time."""
     return [
-        "own CPU time by library",
-        *(f"{share:7.1%}  {name}" for name, share in profile.libraries() if share >= 0.002),
+        "    own  with asyncio's for it  library",
+        *(
+            f"{own:7.1%}  {caused:20.1%}  {name}"
+            for name, own, caused in profile.libraries()
+            if own >= 0.002
+        ),
+        *_functions("most by themselves", profile.functions(most)),
+        *_functions("most with what they call", profile.functions(most, by_own=False)),
+    ]
+
+
+def _functions(title: str, functions: Sequence[Function]) -> list[str]:
+    return [
         "",
-        "    own    total  function",
-        *(f"{one.own:7.1%}  {one.total:7.1%}  {one.place}" for one in profile.functions(most)),
+        f"    own    total  function: {title}",
+        *(f"{one.own:7.1%}  {one.total:7.1%}  {one.place}" for one in functions),
     ]
 
 
 def profile_lines(profile: Profile, most: int) -> list[str]:
     """The same as lines of JSON."""
-    libraries = [{"library": name, "own": share} for name, share in profile.libraries()]
+    libraries = [
+        {"library": name, "own": own, "caused": caused} for name, own, caused in profile.libraries()
+    ]
     functions = [
         {"function": one.place, "own": one.own, "total": one.total}
         for one in profile.functions(most)

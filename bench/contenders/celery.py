@@ -1,0 +1,113 @@
+"""Celery: a worker with the pool of threads, late acks, a prefetch of one per thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from celery import Celery
+from celery.worker.consumer.delayed_delivery import DelayedDelivery
+from kombu import Exchange, Queue
+
+from bench.body import body_of
+from bench.contender import Contender
+from bench.measure import PAUSE
+from bench.tally import Stopwatch, Tally
+
+logging.getLogger("celery").setLevel(logging.WARNING)  # two lines for every message
+
+# With quorum queues it makes 28 queues and as many exchanges, whose names are not the run's own.
+DelayedDelivery.include_if = lambda *_: False
+
+
+class Entry(Contender):
+    distribution = "celery"
+
+    def exchanges(self) -> list[str]:
+        return [f"{self.queue}.exchange"]
+
+    def _task(self, work: Callable[[], None]) -> tuple[Any, Any]:
+        app = Celery("bench", broker=self.url)
+        app.set_default()  # or else the pool's threads look for the task in an app of their own
+        exchange = Exchange(f"{self.queue}.exchange", type="direct")
+        app.conf.update(
+            task_queues=[
+                Queue(
+                    self.queue,
+                    exchange,
+                    routing_key=self.queue,
+                    queue_arguments={"x-queue-type": "quorum"},
+                )
+            ],
+            task_default_queue=self.queue,
+            task_default_exchange=exchange.name,
+            task_default_routing_key=self.queue,
+            task_acks_late=True,
+            task_ignore_result=True,
+            worker_prefetch_multiplier=1,
+            worker_enable_remote_control=False,
+            worker_hijack_root_logger=False,
+            broker_connection_retry_on_startup=True,
+            broker_transport_options={"confirm_publish": True},
+        )
+
+        def on_message(body: dict[str, Any]) -> None:
+            work()
+
+        return app, app.task(on_message, name="bench", shared=False)
+
+    def _publishing(self, publish: Callable[[Any], None]) -> None:
+        app, task = self._task(lambda: None)
+        publish(task.delay)
+        app.close()
+
+    def declare(self) -> None:
+        app, _ = self._task(lambda: None)
+        with app.connection() as connection:
+            for queue in app.conf.task_queues:
+                queue(connection.default_channel).declare()
+        app.close()
+
+    def fill(self, count: int) -> None:
+        self._publishing(lambda delay: _many(delay, count))
+
+    def publish_one(self, watch: Stopwatch) -> None:
+        def publish(delay: Any) -> None:
+            delay(body_of(0))
+            with watch.running():
+                _many(delay, watch.count)
+
+        self._publishing(publish)
+
+    def _work(self, tally: Tally, slots: int, work: Callable[[], None]) -> None:
+        app, _ = self._task(work)
+        worker = app.WorkController(
+            pool="threads",
+            concurrency=slots,
+            loglevel="WARNING",
+        )
+        working = threading.Thread(target=worker.start, daemon=True)
+        working.start()
+        tally.done.wait()
+        time.sleep(0.5)  # nothing tells when its last acks are through
+        worker.stop()
+        working.join(10)
+        app.close()
+
+    def drain(self, tally: Tally, slots: int) -> None:
+        self._work(tally, slots, tally.hit)
+
+    def handlers(self, tally: Tally, slots: int) -> None:
+        def work() -> None:
+            time.sleep(PAUSE)
+            tally.hit()
+
+        self._work(tally, slots, work)
+
+
+def _many(delay: Callable[[dict[str, Any]], Any], count: int) -> None:
+    for number in range(count):
+        delay(body_of(number))
