@@ -309,12 +309,26 @@ def _policy_of(
     there: Mapping[str, Mapping[str, Any]] | None,
     kind: Literal["quorum queue", "exchange"],
 ) -> Policy | None:
-    """The broker's own answer for one that is there; else what its rules say."""
+    """What the broker's rules say. Its own answer, which is late by seconds and knows nothing of a
+    policy that was set a moment ago, counts where they leave it open: of two with the same priority,
+    and of a pattern that we cannot read."""
+    best = applying(policies, name, kind)
+    open_ = [
+        one
+        for one in policies
+        if one.applies_to(name, kind)
+        and best is not None
+        and (one.priority == best.priority or not one.is_readable)
+    ]
     row = (there or {}).get(name)
     told = "operator_policy" if any(p.is_operators for p in policies) else "policy"
-    if row is not None and told in row:
+    if (
+        row is not None
+        and told in row
+        and (len(open_) > 1 or not all(p.is_readable for p in open_))
+    ):
         return next((one for one in policies if one.name == row[told]), None)
-    return applying(policies, name, kind)
+    return best
 
 
 def _some(names: list[str]) -> str:

@@ -8,6 +8,7 @@ argument says; `overflow` counts as the policy says (3.10 to 4.3).
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -65,10 +66,19 @@ class Policy:
             _NOT_FOR_QUORUM & set(self.definition)
         ):
             return False
+        return not self.is_readable or re.search(self.pattern, name) is not None
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether Python takes its pattern, and for the same as the broker: [[:alpha:]] it takes for
+        another set, with a warning."""
         try:
-            return re.search(self.pattern, name) is not None
-        except re.error:
-            return True
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                re.compile(self.pattern)
+        except (re.error, Warning):
+            return False
+        return True
 
 
 def applying(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -158,18 +159,27 @@ def test_policies_are_told_once_for_the_queues_that_they_change_alike() -> None:
     assert "rabbitmqctl clear_operator_policy -p 'my vhost' op" in steps[3].remedy
 
 
-def test_which_policy_applies_to_a_queue_that_is_there_the_broker_says_itself() -> None:
+def test_of_policies_the_rules_count_and_the_brokers_late_answer_where_they_leave_it_open() -> None:
+    def told(*policies: Policy, **row: Any) -> list[str]:
+        steps = due(facts(policies=[*policies], queues={"mail": row}))
+        return [step.name for step in steps if "parked without being handled" in step.says]
+
     high = Policy("high", "^mail$", "queues", 9, {"message-ttl": 1})
     low = Policy("low", "^mail$", "queues", 1, {"message-ttl": 2})
     operators = Policy("op", "^mail$", "queues", 9, {"message-ttl": 3}, is_operators=True)
-
-    def told(**row: Any) -> list[str]:
-        return [s.name for s in due(facts(policies=[high, low, operators], queues={"mail": row}))]
-
-    assert told() == ["high", "op"]
-    assert told(policy="low", operator_policy=None) == ["low"]
-    assert told(policy=None, operator_policy="op") == ["op"]
-    assert told(policy="not told to us", operator_policy="") == []
+    for row in ({}, {"policy": "low", "operator_policy": None}, {"policy": None}):
+        assert told(high, low, operators, **row) == ["high", "op"]
+    assert told(replace(high, apply_to="exchanges"), policy="high") == []
+    # of two with the same priority
+    same = replace(low, name="same")
+    assert told(low, same, policy="same") == ["same"]
+    assert told(low, same) == ["low"]
+    # and of a pattern that is the broker's alone
+    theirs = replace(high, name="theirs", pattern="^[[:alpha:]]+$")
+    assert told(theirs, low, policy="low") == ["low"]
+    assert told(theirs, low, policy="theirs") == ["theirs"]
+    assert told(theirs, low, policy=None) == []
+    assert told(replace(theirs, priority=0), low, policy="low") == ["low"]
 
 
 def test_an_alternate_exchange_of_the_parking_lot_hides_what_cannot_be_parked() -> None:
