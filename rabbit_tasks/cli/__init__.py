@@ -9,6 +9,7 @@ them runs, and `--help` must not wait for the client library.
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import sys
@@ -139,6 +140,11 @@ def command() -> NoReturn:
     except BrokenPipeError:
         # Whoever read our output has enough. Nothing more can be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        tell(f"error: {error.strerror}: where stdout goes, or temporary files (TMPDIR)")
         sys.exit(1)
     sys.exit(0)
 

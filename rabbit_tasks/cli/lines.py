@@ -24,7 +24,7 @@ class Lines:
     def __init__(self) -> None:
         self._file: IO[bytes]
         try:
-            self._file = tempfile.TemporaryFile()  # noqa: SIM115 (closed in __exit__)
+            self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (closed in __exit__)
         except OSError:  # nowhere to write
             self._file = BytesIO()
         self._news = threading.Condition()
@@ -34,12 +34,16 @@ class Lines:
         self._thread = threading.Thread(target=self._pass_on, name="stdout", daemon=True)
 
     def write(self, text: str) -> None:
-        """Text that ends its own lines."""
+        """Text that ends its own lines. OSError where the disk is full."""
+        left = memoryview(text.encode("utf-8", "backslashreplace"))
         with self._news:
             if self._fault is not None:
                 raise self._fault
             self._file.seek(self._written)
-            self._written += self._file.write(text.encode("utf-8", "backslashreplace"))
+            while left:  # (a disk that is nearly full takes a part)
+                count = self._file.write(left)
+                self._written += count
+                left = left[count:]
             self._news.notify()
 
     def __enter__(self) -> Self:

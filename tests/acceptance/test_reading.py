@@ -7,7 +7,9 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -193,6 +195,31 @@ def test_a_reader_that_waits_does_not_keep_the_queue(lot: Lot, url: str, cli: Ru
         assert slow.poll() is None
         assert len(slow.stdout.read().splitlines()) == 1499
         assert slow.wait(30) == 0
+
+
+@pytest.mark.parametrize("verb", ["list", "groups"])
+def test_a_full_disk_is_one_line_and_exit_1(verb: str, lot: Lot, url: str, cli: Run) -> None:
+    lot.park_many(40)
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "rabbit_tasks", "parked", verb, "letters"],
+            cwd=ROOT, env={**os.environ, "RABBIT_TASKS_URL": url}, text=True,
+            stdout=full, stderr=subprocess.PIPE, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: No space left on device: where stdout goes")
+    assert len(done.stderr.splitlines()) == 1
+    assert names(cli) == [str(number) for number in range(40)]
+
+
+def test_no_room_for_what_nobody_has_read_yet_is_one_line_and_exit_1(
+    lot: Lot, cli: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lot.park_many(3)
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: open("/dev/full", "r+b", 0))  # noqa: SIM115
+    found = cli("parked", "list", "letters")
+    assert found.code == 1
+    assert found.err.startswith("error: No space left on device")
 
 
 def test_interrupted_it_leaves_the_queue_whole_and_in_order(lot: Lot, url: str, cli: Run) -> None:
