@@ -78,6 +78,16 @@ def words(error: BaseException) -> str:
 # --- connect ------------------------------------------------------------------------------------
 
 
+def permit(vhost: str, user: str) -> str:
+    """The command that gives a user every permission; and the one that tells the least of them. (That
+    would take others away which the user has, so it is not the one to paste.)"""
+    name = shlex.quote(user)
+    return (
+        f"rabbitmqctl set_permissions -p {shlex.quote(vhost)} {name} '.*' '.*' '.*'; or what the app "
+        f"needs and no more: rabbit-tasks topology permissions --user {name}"
+    )
+
+
 class Connection(aio_pika.Connection):
     """A plain connection whose deliveries keep their properties as bytes.
 
@@ -106,12 +116,8 @@ class Connection(aio_pika.Connection):
 
     @property
     def permit(self) -> str:
-        """The command that gives our user every permission in our virtual host."""
-        user = self.address.user if self.address else "guest"
-        return (
-            f"rabbitmqctl set_permissions -p {shlex.quote(self.vhost)} {shlex.quote(user)} "
-            "'.*' '.*' '.*'"
-        )
+        """What gives our user the permissions in our virtual host that it lacks."""
+        return permit(self.vhost, self.address.user if self.address else "guest")
 
     @property
     def _amqp(self) -> Transport:
@@ -369,8 +375,7 @@ def _why(address: Address, error: Exception, close: tuple[int, str] | None) -> C
         return ConnectError(
             f"{address} does not let user {address.user!r} into virtual host {address.vhost!r} "
             f"(RABBIT_TASKS_USER, RABBIT_TASKS_VHOST): {said}; "
-            f"allow it: rabbitmqctl set_permissions -p {shlex.quote(address.vhost)} "
-            f"{shlex.quote(address.user)} '.*' '.*' '.*'",
+            f"allow it: {permit(address.vhost, address.user)}",
             permanent=True,
         )
     if code:

@@ -86,7 +86,7 @@ class Facts:
 
     vhost: str
     permit: str = ""
-    """The command that gives our user every permission."""
+    """What gives our user the permissions that it lacks."""
     differences: list[Difference] = field(default_factory=list)
     refused: dict[str, list[str]] = field(default_factory=dict)
     """For `declare` and for a worker: what our user may not, in the broker's words."""

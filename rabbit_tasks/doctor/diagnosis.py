@@ -211,8 +211,8 @@ def of_logins(facts: Facts) -> Iterator[Row]:
             "warning",
             "login",
             f"{names(away)}: guest with its default password, which everybody knows",
-            "rabbitmqctl add_user NAME; rabbitmqctl set_permissions "
-            f"-p {shlex.quote(facts.vhost)} NAME '.*' '.*' '.*'; rabbitmqctl delete_user guest",
+            "rabbitmqctl add_user NAME; rabbit-tasks topology permissions --user NAME; rabbitmqctl "
+            "delete_user guest",
         )
 
 

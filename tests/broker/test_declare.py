@@ -231,7 +231,8 @@ async def test_a_missing_permission_is_named_and_nothing_is_created(
     assert "ACCESS_REFUSED" in line
     assert line.endswith(
         f"(RABBIT_TASKS_USER); allow it: rabbitmqctl set_permissions -p {vhost} '{user}' "
-        "'.*' '.*' '.*'"
+        "'.*' '.*' '.*'; or what the app needs and no more: rabbit-tasks topology permissions --user "
+        f"'{user}'"
     )
     assert there(broker, vhost) == []
     broker.allow(vhost, user)  # the remedy
