@@ -29,6 +29,7 @@ from rabbit_tasks.parking.parked import Choose, ParkedMessage
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.parking.staging import Resumed, Staging, explained, staging_queue
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.topology import replaying_queue
 
 ALONE: Final = 32
 """So many of a replay go by themselves, before windows of them: what is wrong with their queue is then
@@ -271,6 +272,12 @@ class _Replay:
             raise ParkingError(
                 f"message {message.id}: nothing tells which queue it came from; say --into QUEUE "
                 f"({self.done.chosen} replayed before it)"
+            )
+        if target.endswith(replaying_queue("")):
+            # What lies there without a note is taken for a copy whose original is parked.
+            raise ParkingError(
+                f"message {message.id}: {target} is where replays keep their copies, and no main queue; "
+                f"say --to QUEUE ({self.done.chosen} replayed before it)"
             )
         return target
 

@@ -135,6 +135,8 @@ def process(url: str, *arguments: str, **more: Any) -> subprocess.Popen[str]:
         (["--id", "a", "--id", "b", "--edit"], "exactly one --id"),
         (["--id", "a", "--edit", "--dry-run"], "exactly one --id"),
         (["--rate", "50/s"], "which? Say --id"),
+        (["--all", "--to", ""], "0 bytes"),
+        (["--all", "--into", "a\nb"], "in a name"),
     ],
 )
 def test_wrong_usage_is_exit_2_and_says_what(options: list[str], told: str, cli: Run) -> None:

@@ -275,6 +275,19 @@ async def test_a_missing_target_among_many_stops_the_replay_before_it_and_keeps_
     assert await ids(connection) == ["c", "d"]
 
 
+@pytest.mark.parametrize("by_header", [False, True])
+async def test_nothing_is_replayed_into_the_queue_that_holds_the_copies_where_it_would_be_lost(
+    by_header: bool, lot: str, connection: Connection, publisher: Publisher
+) -> None:
+    await park(publisher, names(3), {"x-origin-queue": STAGING if by_header else "lot"})
+    with pytest.raises(ParkingError, match=r"lot\.replaying is where replays keep their copies"):
+        await parking.replay(
+            connection, publisher, "lot", everything, to=None if by_header else STAGING
+        )
+    await parking.replay(connection, publisher, "lot", everything, to="lot")
+    assert await taken_ids(connection) == names(3)
+
+
 @pytest.mark.parametrize(
     "to_the_end",
     [False, pytest.param(True, marks=[pytest.mark.heavy, pytest.mark.timeout(600)])],

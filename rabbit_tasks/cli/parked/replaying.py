@@ -89,6 +89,11 @@ def replay(
     """
     if edit and (len(choice.ids) != 1 or canary or dry_run):
         raise typer.BadParameter("goes with exactly one --id, and no canary", param_hint="--edit")
+    from rabbit_tasks.parking import ParkingQueue
+
+    for target in (to, into):
+        if target is not None:
+            ParkingQueue.foreign(target)  # or wrong usage, where no queue can be called that
     how = _How(to, into, _rate(rate), canary, _wait(canary_wait), edit, dry_run)
     parking = queue_of(queue, foreign)
     verb = "would be replayed" if dry_run else "replayed"
