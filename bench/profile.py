@@ -76,10 +76,9 @@ class Profile:
         for stack, times in self._stacks:
             libraries = [library_of(file) for file, _, _ in stack]
             own[libraries[0]] += times
-            causes = (name for name in libraries if name not in SERVANTS)
-            # (At the root of every stack is the event loop, and whoever has started it.)
-            cause = next(causes, "") if "bench" not in libraries[:1] else "bench"
-            caused["asyncio" if cause in ("", "bench") else cause] += times
+            # At the root of every stack are the event loop and our own runner, who cause nothing else.
+            causes = (name for name in libraries if name not in (*SERVANTS, "bench"))
+            caused["bench" if libraries[0] == "bench" else next(causes, "asyncio")] += times
         return [
             (name, own[name] / self.samples, caused[name] / self.samples)
             for name, _ in (own | caused).most_common()
