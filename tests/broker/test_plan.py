@@ -216,6 +216,7 @@ async def test_policies_and_operator_policies_are_rows_of_a_plan_made_before_and
     assert due(await plan(connection, app.topology, management)) == []
 
 
+@pytest.mark.heavy  # (its small version, without a broker, is in tests/unit/test_plan.py)
 async def test_a_policy_that_was_set_a_moment_ago_is_told_at_once(
     connection: Connection, management: Management, declared: Declared, broker: Broker, vhost: str
 ) -> None:
