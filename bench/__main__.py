@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from bench.machine import load, machine
 from bench.measure import MEASURES, Measure, Size
 from bench.profile import Profile
 from bench.race import Race, opened
+from rabbit_tasks.broker import connected
 from rabbit_tasks.errors import RabbitTasksError
 from rabbit_tasks.settings import Settings
 
@@ -55,13 +57,14 @@ def main(
         raise typer.BadParameter(f"{unknown[0]} is none of {', '.join((*RAW, *PEERS))}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        url = url_of(Settings())
+        settings = Settings()
+        url, server = url_of(settings), asyncio.run(version_of(settings))
         with opened(url, [OURS] if is_profile else [OURS, *others], tell) as race:
             if is_profile:
                 show_profile(race, measures[0], as_json)
             else:
                 size: Size = "quick" if is_quick else "whole"
-                compare(race, measures, size, rounds or (3 if is_quick else 5), as_json)
+                compare(race, measures, size, rounds or (3 if is_quick else 5), as_json, server)
     except KeyboardInterrupt:
         tell("interrupted; the queues of this run are removed")
         raise typer.Exit(130) from None
@@ -70,12 +73,14 @@ def main(
         raise typer.Exit(1) from None
 
 
-def compare(race: Race, measures: list[Measure], size: Size, rounds: int, as_json: bool) -> None:
+def compare(
+    race: Race, measures: list[Measure], size: Size, rounds: int, as_json: bool, server: str
+) -> None:
     """A row for every figure as soon as it is there."""
     names = [lane.name for lane in race.lanes]
     baseline = next((name for name in RAW if name in names), names[-1])
     versions = ", ".join(f"{name} {version}" for name, version in race.versions.items())
-    tell(f"{versions}; RabbitMQ {race.queues.server_version()}; {machine()}; {load()}")
+    tell(f"{versions}; RabbitMQ {server}; {machine()}; {load()}")
     fewest = rounds
     if not as_json:
         show(*table.head(names, baseline))
@@ -111,6 +116,12 @@ def measure_of(name: str) -> Measure:
 
 def _names() -> list[str]:
     return [measure.name for measure in MEASURES]
+
+
+async def version_of(settings: Settings) -> str:
+    """The broker's; ConnectError where it does not let us in."""
+    async with connected(settings, "bench") as connection:
+        return connection.server_version
 
 
 def url_of(settings: Settings) -> str:

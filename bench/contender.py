@@ -41,7 +41,7 @@ class Contender:
         return [self.queue]
 
     def exchanges(self) -> list[str]:
-        """Likewise, exchanges of this run alone."""
+        """Likewise, exchanges; those that were there before, or that others use, are left alone."""
         return []
 
     def declare(self) -> None:

@@ -73,6 +73,10 @@ class Lane:
             found = json.loads(self._line())
         except (BrokenPipeError, EOFError):
             raise Failed(f"{self.name}: its process ended\n{self.told()}") from None
+        if "missing" in found:
+            raise Failed(
+                f"{self.name} needs {found['missing']}, which is not installed: pip install '.[bench]'"
+            )
         if "error" in found:
             raise Failed(f"{self.name}: {do}: {found['error']}\n{self.told()}")
         return found["answer"]

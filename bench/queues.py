@@ -56,9 +56,6 @@ class Queues:
             except amqp.ChannelPreconditionFailed:
                 pass
 
-    def server_version(self) -> str:
-        return self._ask(_version, "")
-
     def _ask(self, question: Callable[[AbstractChannel, str], Awaitable[T]], name: str) -> T:
         async def ask() -> T:
             connection = await aiormq.connect(self._url)
@@ -80,8 +77,3 @@ async def _is_exchange(channel: AbstractChannel, name: str) -> bool:
 
 async def _depth(channel: AbstractChannel, queue: str) -> int:
     return (await channel.queue_declare(queue, passive=True)).message_count or 0
-
-
-async def _version(channel: AbstractChannel, _: str) -> str:
-    properties = getattr(channel.connection, "server_properties", {})
-    return str(properties.get("version", "?"))

@@ -38,6 +38,8 @@ def main() -> None:
             answer = {"answer": _do(contender, json.loads(line))}
         except Unsupported:
             answer = {"answer": None}
+        except ModuleNotFoundError as error:
+            answer = {"missing": error.name}
         except BaseException as error:
             traceback.print_exc()
             last = "".join(traceback.format_exception_only(error)).strip()

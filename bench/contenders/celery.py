@@ -28,7 +28,7 @@ class Entry(Contender):
     distribution = "celery"
 
     def exchanges(self) -> list[str]:
-        return [f"{self.queue}.exchange"]
+        return [f"{self.queue}.exchange", "celeryev", "celery.pidbox", "reply.celery.pidbox"]
 
     def _task(self, work: Callable[[], None]) -> tuple[Any, Any]:
         app = Celery("bench", broker=self.url)

@@ -119,6 +119,16 @@ def test_wrong_usage_says_what_there_is(words: list[str], said: str) -> None:
     assert said in told
 
 
+def test_a_broker_that_lets_nobody_in_is_told_in_one_line(url: str) -> None:
+    running = bench(url + "-gone", "quick")
+    shown, told = running.communicate(timeout=30)
+    assert running.returncode == 1
+    assert shown == ""
+    assert told.startswith("error: ")
+    assert "has no virtual host" in told
+    assert told.count("\n") == 1
+
+
 class Unread(Queues):
     """A broker on which messages are left."""
 
