@@ -113,22 +113,22 @@ def no_constant(name: str) -> None:
 
 def command() -> NoReturn:
     """What was typed, to its end: SystemExit with its code."""
-    # Each module registers its commands; here, because they need what stands above.
-    from rabbit_tasks.cli import (  # noqa: F401
-        chaos,
-        demo,
-        doctor,
-        migrate,
-        parked,
-        publish,
-        topology,
-        work,
-    )
-
-    # Or else Python prints what the client libraries say of a refused connection, beside our line.
-    for name in ("aiormq", "aio_pika"):
-        logging.getLogger(name).addHandler(logging.NullHandler())
     try:
+        # Each module registers its commands; here, because they need what stands above.
+        from rabbit_tasks.cli import (  # noqa: F401
+            chaos,
+            demo,
+            doctor,
+            migrate,
+            parked,
+            publish,
+            topology,
+            work,
+        )
+
+        # Or else Python prints what the client libraries say of a refused connection, beside our line.
+        for name in ("aiormq", "aio_pika"):
+            logging.getLogger(name).addHandler(logging.NullHandler())
         cli(prog_name="rabbit-tasks")
     except RabbitTasksError as error:
         for line in str(error).splitlines():

@@ -632,7 +632,7 @@ def of_left(facts: Facts) -> Iterator[Row]:
                 "left behind",
                 f"{one.of}: {one.messages} copies in {one.queue}: a replay is at work, or was killed; "
                 "the next one puts them right",
-                f"rabbit-tasks parked replay {name}, with the same choice",
+                f"rabbit-tasks parked replay {name} --resume",
             )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,26 +11,15 @@ from typing import Final
 from aiormq.abc import DeliveredMessage
 
 from rabbit_tasks.broker import Connection
-from rabbit_tasks.message import ACQUIRED_COUNT, DELIVERY_COUNT
+from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.parking.look import Moved, taking
-from rabbit_tasks.parking.parked import Choose, ParkedMessage
+from rabbit_tasks.parking.parked import Choose, ParkedMessage, identity
 from rabbit_tasks.parking.queue import ParkingQueue
+from rabbit_tasks.parking.staging import is_unfinished
 
 _TOGETHER: Final = 100
 """Messages that are let go in one write, and the bytes of their bodies."""
 _BYTES_TOGETHER: Final = 2**20
-
-
-def identity(message: ParkedMessage) -> bytes:
-    """What tells a message from every other, but from its own copy: a digest of all of it.
-
-    What the next look finds otherwise is left out: the broker's counts of looks, and the headers'
-    order (3.10 sorts them when it adds its count).
-    """
-    properties = message.properties.without(DELIVERY_COUNT, ACQUIRED_COUNT).by_name().encode()
-    digest = hashlib.blake2b(len(properties).to_bytes(4, "big") + properties, digest_size=16)
-    digest.update(message.body)
-    return digest.digest()
 
 
 @dataclass
@@ -75,8 +63,10 @@ async def discard(
     """Remove chosen messages for good, of those that were there at the start.
 
     `began` is told how many that are, `told` is called after each. Ended in the middle, those it was
-    told of are gone, and no others.
+    told of are gone, and no others. ParkingError after a replay that was killed: what it had on its
+    way could come home all the same.
     """
+    lot = ParkingQueue.of(queue)
     moved = Moved()
     batch: list[tuple[DeliveredMessage, ParkedMessage]] = []
     size = 0
@@ -92,7 +82,12 @@ async def discard(
                 told(message)
             batch.clear()
 
-    async with taking(connection, queue) as taken:
+    async with taking(connection, lot) as taken:
+        if not dry_run and await is_unfinished(connection, lot):
+            raise ParkingError(
+                f"{lot}: a replay was killed, and copies of what is parked are on their way; end it "
+                f"first: rabbit-tasks parked replay {lot.typed} --resume"
+            )
         moved.there = taken.count
         began(taken.count)
         async for delivery, message in taken:

@@ -23,9 +23,8 @@ from rabbit_tasks.broker import (
 )
 from rabbit_tasks.errors import ConnectError, ParkingError, PublishError
 from rabbit_tasks.parking import staging
-from rabbit_tasks.parking.discarding import identity
 from rabbit_tasks.parking.look import Moved, Taken, taking
-from rabbit_tasks.parking.parked import Choose, ParkedMessage
+from rabbit_tasks.parking.parked import Choose, ParkedMessage, identity
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.parking.staging import Resumed, Staging, explained, staging_queue
 from rabbit_tasks.properties import Properties

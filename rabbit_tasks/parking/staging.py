@@ -47,8 +47,8 @@ from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, is_cancelled, wor
 from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.parking.conveyor import Conveyor
-from rabbit_tasks.parking.discarding import identity
 from rabbit_tasks.parking.look import PATIENCE, Taken
+from rabbit_tasks.parking.parked import identity
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.topology import Arguments, replaying_queue

@@ -385,8 +385,12 @@ def test_a_replay_that_was_killed_is_ended_by_the_next_which_says_what_it_found(
     assert len(found) <= 41
 
 
-def test_list_says_that_a_replay_did_not_come_to_its_end(cli: Run, lot: Lot) -> None:
+def test_a_replay_that_did_not_come_to_its_end_is_told_and_ended_before_anything_is_discarded(
+    cli: Run, lot: Lot
+) -> None:
     lot.park("a")
+    assert "no replay" in cli("parked", "replay", "letters", "--resume").err
+    assert cli("parked", "replay", "letters", "--resume", "--limit", "1").code == 2
     assert cli("parked", "replay", "letters", "--all").code == 0
     assert "ended in the middle" not in cli("parked", "list", "letters").err
 
@@ -396,10 +400,16 @@ def test_list_says_that_a_replay_did_not_come_to_its_end(cli: Run, lot: Lot) -> 
             await publisher.send("letters.replaying", "letters", b"{}", left)
 
     asyncio.run(leave())
-    result = cli("parked", "list", "letters")
-    assert "for the next one: rabbit-tasks parked replay letters" in result.err
-    assert cli("parked", "replay", "letters", "--limit", "1").code == 0
+    lot.park("b")
+    assert "parked replay letters --resume" in cli("parked", "list", "letters").err
+    refused = cli("parked", "discard", "letters", "--all", "--yes")
+    assert (refused.code, lot.depth("letters.parked")) == (1, 1)
+    assert "end it first: rabbit-tasks parked replay letters --resume" in refused.err
+    ended = cli("parked", "replay", "letters", "--resume")
+    assert (ended.code, ended.out) == (0, "")
+    assert "a replay before this was killed" in ended.err
     assert "ended in the middle" not in cli("parked", "list", "letters").err
+    assert cli("parked", "discard", "letters", "--all", "--yes").out == "1 discarded\n"
 
 
 # --- speed --------------------------------------------------------------------------------------

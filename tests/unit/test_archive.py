@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.parking import ParkedMessage, archive
-from rabbit_tasks.parking.discarding import Asked, identity
-from rabbit_tasks.parking.parked import kept
+from rabbit_tasks.parking.discarding import Asked
+from rabbit_tasks.parking.parked import identity, kept
 from rabbit_tasks.properties import Properties
 from tests.support.tables import property_lists
 

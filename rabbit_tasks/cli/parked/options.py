@@ -72,7 +72,8 @@ _ALL: Final = Annotated[bool, typer.Option("--all", help="All that are parked no
 def choosing(*, required: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command, in place of its parameter `choice`, the options that say which messages.
 
-    required    one of them must be given, or --all, which then goes with no other
+    required    one of them must be given, or --all (or --resume, where the command has it), which then
+                goes with no other
     """
 
     def of(command: Callable[..., None]) -> Callable[..., None]:
@@ -91,12 +92,13 @@ def choosing(*, required: bool) -> Callable[[Callable[..., None]], Callable[...,
         def called(**given: Any) -> None:
             chosen = {name: given.pop(name) for name in _CHOICE}
             everything = given.pop("everything", False)
-            if required and not everything and not any(chosen.values()):
+            nothing_more = everything or given.get("resume", False)
+            if required and not nothing_more and not any(chosen.values()):
                 raise typer.BadParameter(
                     "which? Say --id, --error, --limit, or --all, or another of --help's filters"
                 )
-            if everything and any(chosen.values()):
-                raise typer.BadParameter("--all goes with no other choice")
+            if nothing_more and any(chosen.values()):
+                raise typer.BadParameter("--all and --resume go with no other choice")
             command(**given, choice=choice_of(**chosen))
 
         called.__signature__ = inspect.Signature(told)  # type: ignore[attr-defined]

@@ -291,7 +291,7 @@ def _end(queue: ParkingQueue, choice: Choice, seen: _Seen, *, quietly: bool = Fa
     if seen.unfinished:
         tell(
             "a replay was ended in the middle: what it had on its way waits in a queue of its own, for "
-            f"the next one: rabbit-tasks parked replay {queue.typed}"
+            f"the next one, or for: rabbit-tasks parked replay {queue.typed} --resume"
         )
     if absent := choice.absent(seen.shown):
         tell(

@@ -80,6 +80,9 @@ def replay(
     edit: Annotated[
         bool, typer.Option("--edit", help="Change the body in $EDITOR first; with one --id.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Only end what a replay began that was killed.")
+    ] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Copy parked messages back to their main queue, with fresh attempts.
@@ -87,6 +90,8 @@ def replay(
     Ctrl-C ends it between two messages. Ended in any way, or killed, the same command goes on where it
     stopped.
     """
+    if resume:
+        choice = replace(choice, limit=0)
     if edit and (len(choice.ids) != 1 or canary or dry_run):
         raise typer.BadParameter("goes with exactly one --id, and no canary", param_hint="--edit")
     from rabbit_tasks.parking import ParkingQueue
@@ -104,6 +109,10 @@ def replay(
         for target, count in sorted(went.items()):
             typer.echo(f"{count} {verb} to {target}")
     _tell_more(done)
+    if resume:
+        if done.resumed is None:
+            tell(f"no replay of {parking} was killed in the middle")
+        return
     if done.stopped:
         tell(
             f"stopped: {done.chosen} of {done.there} parked for {parking} {verb}; the rest is parked"
