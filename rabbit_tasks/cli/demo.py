@@ -27,14 +27,7 @@ def demo(
     ] = None,
 ) -> None:  # fmt: skip
     """Make thumbnails of images: declare, publish, work, retry, park, repair, replay."""
-    import asyncio
-
-    settings = settings_of(context)
-    try:
-        run(_demo(settings, folder))
-    except asyncio.CancelledError:
-        tell("terminated")
-        raise typer.Exit(143) from None
+    run(_demo(settings_of(context), folder))
 
 
 async def _demo(settings: Settings, folder: Path | None) -> None:
@@ -42,10 +35,17 @@ async def _demo(settings: Settings, folder: Path | None) -> None:
 
     from rich.console import Console
 
+    from rabbit_tasks.broker import is_cancelled
     from rabbit_tasks.demo.tour import tour
 
     task = asyncio.current_task()
     assert task is not None
     # As Ctrl-C: through every `finally`, so that the worker ends too.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await tour(settings, folder, Console(highlight=False))
+    try:
+        await tour(settings, folder, Console(highlight=False))
+    except asyncio.CancelledError:
+        if not is_cancelled():
+            raise
+        tell("terminated")
+        raise typer.Exit(143) from None

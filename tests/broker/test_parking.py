@@ -211,13 +211,21 @@ async def test_the_parking_queue_deleted_in_mid_look_is_an_error_and_no_endless_
     publisher: Publisher,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(look, "_WINDOW", 10)  # so that the broker still has some
+    told = asyncio.Event()
+    on_cancel = look.Taken._on_cancel  # noqa: SLF001
+
+    def heard(taken: look.Taken, frame: object) -> None:
+        on_cancel(taken, frame)
+        told.set()
+
+    monkeypatch.setattr(look.Taken, "_on_cancel", heard)
     await park(publisher, NAMES)
 
     async def waiting() -> None:
         async for message in parking.browse(connection, "lot"):
             if message.position == 1:
                 broker.delete(vhost, "queues", "lot.parked")
+                await told.wait()
 
     with pytest.raises(ParkingError, match=r"no queue lot\.parked"):
         await asyncio.wait_for(waiting(), 10)
