@@ -654,6 +654,7 @@ async def test_a_replay_killed_at_any_moment_loses_nothing_and_at_most_one_is_th
         await take_all(connection, "lot.parked")
 
 
+@pytest.mark.heavy  # (test_replaying.py has its like, with many)
 async def test_a_replay_killed_by_the_clock_loses_nothing_and_at_most_one_is_there_twice(
     lot: str, url: str, connection: Connection, publisher: Publisher
 ) -> None:
