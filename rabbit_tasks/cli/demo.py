@@ -35,17 +35,21 @@ async def _demo(settings: Settings, folder: Path | None) -> None:
 
     from rich.console import Console
 
-    from rabbit_tasks.broker import is_cancelled
     from rabbit_tasks.demo.tour import tour
 
     task = asyncio.current_task()
     assert task is not None
-    # As Ctrl-C: through every `finally`, so that the worker ends too.
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    told = asyncio.Event()
+
+    def end() -> None:
+        told.set()
+        task.cancel()  # as Ctrl-C: through every `finally`, so that the worker ends too
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
     try:
         await tour(settings, folder, Console(highlight=False))
     except asyncio.CancelledError:
-        if not is_cancelled():
+        if not told.is_set():
             raise
         tell("terminated")
         raise typer.Exit(143) from None

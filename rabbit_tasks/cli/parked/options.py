@@ -92,13 +92,13 @@ def choosing(*, required: bool) -> Callable[[Callable[..., None]], Callable[...,
         def called(**given: Any) -> None:
             chosen = {name: given.pop(name) for name in _CHOICE}
             everything = given.pop("everything", False)
-            nothing_more = everything or given.get("resume", False)
-            if required and not nothing_more and not any(chosen.values()):
+            whole = "--all" if everything else "--resume" if given.get("resume") else None
+            if required and not whole and not any(chosen.values()):
                 raise typer.BadParameter(
                     "which? Say --id, --error, --limit, or --all, or another of --help's filters"
                 )
-            if nothing_more and any(chosen.values()):
-                raise typer.BadParameter("--all and --resume go with no other choice")
+            if whole and any(chosen.values()):
+                raise typer.BadParameter(f"{whole} goes with no other choice")
             command(**given, choice=choice_of(**chosen))
 
         called.__signature__ = inspect.Signature(told)  # type: ignore[attr-defined]
