@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -48,9 +48,9 @@ async def test_twenty_workers_come_back_spread_over_the_pause_and_with_few_words
     cap = 2.0
     tried: dict[str, float] = {}
 
-    async def noted(settings: Settings, purpose: str) -> Connection:
+    async def noted(settings: Settings, purpose: str, told: Mapping[str, str]) -> Connection:
         tried[purpose] = time.monotonic()
-        return await connect(settings, purpose)
+        return await connect(settings, purpose, told)
 
     monkeypatch.setattr(workers, "connect", noted)
     async with before(broker.host, broker.port) as proxy:
@@ -59,7 +59,7 @@ async def test_twenty_workers_come_back_spread_over_the_pause_and_with_few_words
             Running(app, settings.changed(url=url, reconnect_cap=cap, worker_name=f"worker {i}"))
             for i in range(20)
         ]
-        await eventually(lambda: len(sessions(caplog)) == 20, within=60)
+        await eventually(lambda: len(sessions(caplog)) == 20, within=20)
         caplog.clear()
         proxy.refuse()
         await asyncio.sleep(3)  # long enough for the pauses to have grown to the cap
