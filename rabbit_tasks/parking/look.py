@@ -53,7 +53,6 @@ from rabbit_tasks.parking.conveyor import acks_of, written
 from rabbit_tasks.parking.foreign import LastTime, Terms, terms_of
 from rabbit_tasks.parking.parked import ParkedMessage
 from rabbit_tasks.parking.queue import ParkingQueue
-from rabbit_tasks.topology import parked_queue
 
 QUIET: Final = 1.0
 """Seconds without a delivery after which we ask how many are left: somebody else may hold some."""
@@ -96,11 +95,6 @@ async def browse(
         began(taken.count)
         async for _, message in taken:
             yield message
-
-
-def main_of(queue: str) -> str:
-    """The main queue's name, of it or of its parking queue."""
-    return queue.removesuffix(parked_queue(""))
 
 
 class Taken:
