@@ -30,7 +30,7 @@ from aiormq.connection import Connection as Transport
 from rabbit_tasks import consumer as consumers
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.errors import ConnectError, PublishError, Refused, Unconfirmed, Unroutable
-from rabbit_tasks.frames import RawProperties, Tap, Wire, mark
+from rabbit_tasks.frames import Frames, Tap, Wire, mark
 from rabbit_tasks.message import OURS, is_brokers
 from rabbit_tasks.properties import FRAME_OVERHEAD, Properties
 from rabbit_tasks.settings import PREFIX, Address, Settings
@@ -101,14 +101,14 @@ class Connection(aio_pika.Connection):
         self.settings: Settings | None = None
         self.on_blocked: Callable[[bool], None] = lambda _: None
         self._blocked_at: float | None = None
-        self._factory = RawProperties(ip)
-        self._factory.on_blocked = self._tell_blocked
-        self.kwargs["transport_factory"] = self._factory
+        self._frames = Frames(ip)
+        self._frames.on_blocked = self._tell_blocked
+        self.kwargs["transport_factory"] = self._frames
 
     @property
     def close_reason(self) -> tuple[int, str] | None:
         """Code and text with which the broker closed the connection, if it said any."""
-        return self._factory.close_reason
+        return self._frames.close_reason
 
     @property
     def vhost(self) -> str:
@@ -148,12 +148,12 @@ class Connection(aio_pika.Connection):
     @property
     def asked_heartbeat(self) -> int | None:
         """Seconds that the broker asked for; our setting is what counts. 0: it would do without."""
-        return self._factory.asked_heartbeat
+        return self._frames.asked_heartbeat
 
     @property
     def certificate_until(self) -> datetime | None:
         """When the broker's certificate expires; None without TLS."""
-        until = self._factory.certificate.get("notAfter")
+        until = self._frames.certificate.get("notAfter")
         return datetime.fromtimestamp(ssl.cert_time_to_seconds(until), UTC) if until else None
 
     @property
@@ -216,15 +216,27 @@ class Connection(aio_pika.Connection):
     def hold(self, *, held: bool) -> None:
         """Read nothing more, or go on. Deliveries then wait in the socket and on the broker; so does
         every answer of it, but heartbeats go on."""
-        self._factory.hold(held=held)
+        self._frames.hold(held=held)
 
     def tap(self, channel: Channel, tap: Tap) -> None:
         """Have the frames of a channel offered to somebody else before the client library."""
-        self._factory.taps[channel.number.to_bytes(2, "big")] = tap
+        self._frames.taps[channel.number.to_bytes(2, "big")] = tap
+
+    def write(self, frames: bytes) -> None:
+        """Send whole frames, together with all that is written in this turn of the event loop.
+
+        The library's own frames go beside them. Without effect where the connection is gone.
+        """
+        self._frames.write(frames)
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that were written and that the socket has not taken yet."""
+        return self._frames.unsent
 
     def abort(self) -> None:
         """Drop the socket: whoever waits for the broker is told at once that it is gone."""
-        self._factory.abort()
+        self._frames.abort()
 
 
 def _seen(task: asyncio.Task[None]) -> None:

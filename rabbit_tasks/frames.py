@@ -1,7 +1,8 @@
-"""Frames on their way in and out: message properties pass the client library as bytes.
+"""Frames on their way in and out of a connection.
 
-aiormq 7.2 takes a transport factory, and so a stream reader of ours: public API. What the reader
-hands out are whole frames, in three reads each, as the library asks for them.
+aiormq takes a transport factory: public API. The protocol that ours opens a socket with cuts what the
+broker sends into frames, and offers each to whoever has tapped its channel. The client library reads
+the others, in which a message's properties are hidden from its decoder.
 """
 
 from __future__ import annotations
@@ -19,42 +20,60 @@ from yarl import URL
 from rabbit_tasks.properties import Properties
 
 MADE_FOR: Final = "7.2"
-"""The version of aiormq whose way of reading frames this is."""
+"""The version of aiormq that this was made for: it reads and writes whole frames, and no parts."""
+METHOD, HEADER, BODY = 1, 2, 3
+Tap = Callable[[int, bytes], bool]
+"""Called with a frame's type and payload (and its end mark); whether the library is to miss it."""
+
+_HEARTBEAT: Final = b"\x08\x00\x00\x00\x00\x00\x00\xce"
+_STILL: Final = 1.0
+"""Seconds. The library drops a connection on which it has read nothing for three heartbeats, and the
+shortest is a second."""
+_SIP: Final = 8.0
+"""Seconds after which a connection that is held takes a little: a broker that could write nothing for
+30 s drops it (3.10 to 4.3; ranch's send_timeout)."""
+_SIP_BYTES: Final = 5 * 2**18
+"""Enough for the broker's writer to be told of room (Linux waits until a third of its buffer is free),
+beside the largest message so far."""
+_RETURN: Final = b"\x00\x3c\x00\x32"
+_TUNE: Final = b"\x00\x0a\x00\x1e"
+_CLOSE: Final = b"\x00\x0a\x00\x32"
+_BLOCKED: Final = b"\x00\x0a\x00\x3c"
+_UNBLOCKED: Final = b"\x00\x0a\x00\x3d"
+_HEADERS_ONLY: Final = (1 << 13).to_bytes(2, "big")
+_HEADERS_AND_ID: Final = (1 << 13 | 1 << 7).to_bytes(2, "big")
 
 
-class RawProperties(TransportFactory):
-    """Opens sockets whose reader hides the property list from the client library's decoder.
+class Frames(TransportFactory):
+    """The frames of one connection.
 
-    That decoder loses types and closes the connection on text that is not UTF-8 or a timestamp
-    beyond the year 9999, and then again on the redelivery. The reader also sees what the library
-    keeps to itself: why the broker closed the connection, and whether it holds publishers back.
+    The library's decoder loses types and closes the connection on text that is not UTF-8 or a
+    timestamp beyond the year 9999, and then again on the redelivery; so it is given the property list
+    as the bytes it is. What it keeps to itself is seen here as well: why the broker closed the
+    connection, and whether it holds publishers back.
 
     ip          connect to this address of the host, and not to the first that its name has
     """
 
     def __init__(self, ip: str | None = None) -> None:
         self._ip = ip
+        self._cutter: _Cutter | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._reader: _FrameReader | None = None
+        self._call_soon: Callable[[Callable[[], None]], object]
+        self._unwritten: list[bytes] = []
         self.on_blocked: Callable[[str | None], None] = lambda _: None
         """Called with the broker's reason when it holds publishers back, with None when it ends."""
         self.taps: dict[bytes, Tap] = {}
         """Who takes the frames of a channel, by its number's two bytes."""
-
-    @property
-    def close_reason(self) -> tuple[int, str] | None:
+        self.close_reason: tuple[int, str] | None = None
         """The broker's words when it closed the connection."""
-        return self._reader.close_reason if self._reader else None
-
-    @property
-    def asked_heartbeat(self) -> int | None:
+        self.asked_heartbeat: int | None = None
         """Seconds that the broker asked for in the handshake; ours are what counts."""
-        return self._reader.asked_heartbeat if self._reader else None
 
     @property
     def certificate(self) -> Mapping[str, Any]:
         """The broker's, as Python's ssl decodes it; empty without TLS."""
-        found = self._writer.get_extra_info("peercert") if self._writer else None
+        found = self._cutter.transport.get_extra_info("peercert") if self._cutter else None
         return found or {}
 
     async def create(
@@ -65,147 +84,182 @@ class RawProperties(TransportFactory):
         assert url.host is not None
         assert url.port is not None
         loop = asyncio.get_running_loop()
-        reader = _FrameReader(self, limit=_AHEAD, loop=loop)
-        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        # (The library reads as fast as it is given, into queues without a bound: a limit of the reader
+        # would bound nothing, and would go on reading where we hold.)
+        reader = asyncio.StreamReader(limit=2**62, loop=loop)
+        cutter = _Cutter(self, reader, loop)
         transport, _ = await loop.create_connection(
-            lambda: protocol,
+            lambda: cutter,
             self._ip or url.host,
             url.port,
             ssl=context,
             server_hostname=url.host if context else None,
             **kwargs,
         )
-        self._reader = reader
-        self._writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        self._cutter, self._writer = cutter, asyncio.StreamWriter(transport, cutter, reader, loop)
+        self._call_soon = loop.call_soon
         return reader, self._writer
+
+    def write(self, frames: bytes) -> None:
+        """Send whole frames, together with all that is written in this turn of the event loop.
+
+        The library's own frames go beside them. Without effect where the connection is gone.
+        """
+        if not self._unwritten and self._writer is not None:
+            self._call_soon(self._flush)
+        self._unwritten.append(frames)
+
+    def _flush(self) -> None:
+        parts, self._unwritten = self._unwritten, []
+        if self._writer is not None and not self._writer.transport.is_closing():
+            self._writer.write(b"".join(parts))
+
+    @property
+    def unsent(self) -> int:
+        """Bytes that were written and that the socket has not taken yet."""
+        if self._writer is None:
+            return 0
+        return self._writer.transport.get_write_buffer_size() + sum(map(len, self._unwritten))
 
     def hold(self, *, held: bool) -> None:
         """Read nothing more from the socket, or go on: what the broker sends waits there meanwhile,
         answers to questions as well. Neither side takes the other for dead."""
-        if self._reader is not None:
-            self._reader.hold(held=held)
+        if self._cutter is not None:
+            self._cutter.hold(held=held)
 
     def abort(self) -> None:
         """Drop the socket: whoever waits for something on it is told so at once."""
-        if self._writer is not None:
-            self._writer.transport.abort()
+        if self._cutter is not None:
+            self._cutter.transport.abort()
 
 
-METHOD, HEADER, BODY = 1, 2, 3
-Tap = Callable[[int, bytes], bool]
-"""Called with a frame's type and payload (and its end mark); whether the library is to miss it."""
+class _Cutter(asyncio.StreamReaderProtocol):
+    """Cuts what arrives into frames, and feeds the library's reader with those that nobody takes.
 
-_HEARTBEAT: Final = b"\x08\x00\x00\x00\x00\x00\x00\xce"
-_STILL: Final = 1.0
-"""Seconds. The library drops a connection on which it has read nothing for three heartbeats, and the
-shortest is a second."""
-_AHEAD: Final = 2**20
-"""Bytes in our buffer down to which the socket is not read again, once it has twice as many."""
-_SIP: Final = 8.0
-"""Seconds after which a reader that holds still takes a little: a broker that could write nothing for
-30 s drops the connection (3.10 to 4.3; ranch's send_timeout)."""
-_SIP_BYTES: Final = _AHEAD + _AHEAD // 4
-"""Enough for our buffer to take more from the socket, and for its writer to be told (Linux waits until
-a third of its side's buffer is free)."""
-_RETURN: Final = b"\x00\x3c\x00\x32"
-_TUNE: Final = b"\x00\x0a\x00\x1e"
-_CLOSE: Final = b"\x00\x0a\x00\x32"
-_BLOCKED: Final = b"\x00\x0a\x00\x3c"
-_UNBLOCKED: Final = b"\x00\x0a\x00\x3d"
-_HEADERS_ONLY: Final = (1 << 13).to_bytes(2, "big")
-_HEADERS_AND_ID: Final = (1 << 13 | 1 << 7).to_bytes(2, "big")
-
-
-class _FrameReader(asyncio.StreamReader):
-    """Hands out frames; in a content header, the property list is one header of bytes.
-
-    A returned message's header also carries the id by which the library finds its publish.
+    In a content header that it is fed with, the property list is one header of bytes. That of a
+    returned message also carries the id by which the library finds its publish.
     """
 
+    transport: asyncio.Transport
+
     def __init__(
-        self, factory: RawProperties, *, limit: int, loop: asyncio.AbstractEventLoop
+        self, frames: Frames, reader: asyncio.StreamReader, loop: asyncio.AbstractEventLoop
     ) -> None:
-        super().__init__(limit=limit, loop=loop)
-        self._factory = factory
-        self.close_reason: tuple[int, str] | None = None
-        self.asked_heartbeat: int | None = None
-        self._frame = b""
-        self._at = 0
+        super().__init__(reader, loop=loop)
+        self._frames = frames
+        self._taps = frames.taps
+        self._reader = reader
+        self._time = loop.time
+        self._call_soon, self._call_later = loop.call_soon, loop.call_later
+        self._rest = b""
+        self._fed_at = 0.0
         self._returned: set[bytes] = set()
-        self._goes_on = asyncio.Event()
-        self._goes_on.set()
+        self._held: asyncio.TimerHandle | None = None
+        self._held_since = 0.0
         self._sip = 0
-        self._sipped = 0.0
-        self._largest = _SIP_BYTES
+        self._largest = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._held is not None:
+            self._held.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._rest:
+            data = self._rest + data
+        at, size, taps, fed = 0, len(data), self._taps, False
+        while size - at >= 8 and (self._held is None or self._sip > 0):
+            if data[at] > 8:  # not AMQP 0-9-1: the library says so by the first bytes
+                self._reader.feed_data(data[at:])
+                at, fed = size, True
+                break
+            end = at + 8 + int.from_bytes(data[at + 3 : at + 7], "big")
+            if end > size:
+                break
+            tap = taps.get(data[at + 1 : at + 3])
+            if tap is None or not tap(data[at], data[at + 7 : end]):
+                self._feed(data[at : at + 7], data[at + 7 : end])
+                fed = True
+            if self._held is not None:
+                self._sip -= end - at
+                if self._sip <= 0:
+                    self.transport.pause_reading()
+            at = end
+        self._rest = data[at:]
+        if fed:
+            self._fed_at = self._time()
+        elif self._time() - self._fed_at > _STILL:
+            # The broker sends no heartbeats beside what it sends otherwise.
+            self._beat()
+
+    def _beat(self) -> None:
+        self._fed_at = self._time()
+        self._reader.feed_data(_HEARTBEAT)
+
+    def _feed(self, head: bytes, rest: bytes) -> None:
+        """Let the library have a frame, given by its head and its payload with the end mark."""
+        if head[0] == METHOD:
+            self._look_at(head[1:3], rest)
+        elif head[0] == HEADER:
+            self._largest = max(self._largest, int.from_bytes(rest[4:12], "big"))
+            raw = rest[12:-1]
+            table = b"\0x" + len(raw).to_bytes(4, "big") + raw
+            fields = len(table).to_bytes(4, "big") + table
+            flags = _HEADERS_ONLY
+            if head[1:3] in self._returned:
+                self._returned.discard(head[1:3])
+                found = mark(Properties.decode(raw)).encode()
+                flags, fields = _HEADERS_AND_ID, fields + bytes([len(found)]) + found
+            payload = rest[:12] + flags + fields
+            head, rest = head[:3] + len(payload).to_bytes(4, "big"), payload + rest[-1:]
+        self._reader.feed_data(head + rest)
+
+    def _look_at(self, channel: bytes, method: bytes) -> None:
+        kind = method[:4]
+        if kind == _RETURN:
+            self._returned.add(channel)
+        elif kind == _TUNE:
+            # The library writes our own figure over it.
+            self._frames.asked_heartbeat = int.from_bytes(method[10:12], "big")
+        elif kind == _CLOSE:
+            # The library loses this text when it waits for another frame, as for Open-Ok.
+            code = int.from_bytes(method[4:6], "big")
+            self._frames.close_reason = (code, _short_text(method[6:]))
+        elif kind == _BLOCKED:
+            self._frames.on_blocked(_short_text(method[4:]))
+        elif kind == _UNBLOCKED:
+            self._frames.on_blocked(None)
 
     def hold(self, *, held: bool) -> None:
-        if not held:
-            self._goes_on.set()
-        elif self._goes_on.is_set():
-            self._goes_on.clear()
-            self._sip, self._sipped = 0, asyncio.get_running_loop().time()
+        if held == (self._held is not None):
+            return
+        if self._held is not None:
+            self._held.cancel()
+            self._held = None
+            self._go_on()
+        elif not self.transport.is_closing():
+            self.transport.pause_reading()
+            self._held_since, self._sip = self._time(), 0
+            self._held = self._call_later(_STILL, self._still_held)
 
-    async def readexactly(self, n: int) -> bytes:
-        if self._at == len(self._frame):
-            self._frame, self._at = await self._next(), 0
-        start, self._at = self._at, self._at + n
-        if self._at > len(self._frame):
-            raise RuntimeError(f"aiormq reads frames in another way than version {MADE_FOR} did")
-        return self._frame[start : self._at]
+    def _still_held(self) -> None:
+        """As if the broker had sent a heartbeat: it may have, behind the rest."""
+        self._beat()
+        now = self._time()
+        if self._sip <= 0 and now - self._held_since > _SIP:
+            self._held_since, self._sip = now, _SIP_BYTES + self._largest
+            self._go_on()
+        self._held = self._call_later(_STILL, self._still_held)
 
-    async def _next(self) -> bytes:
-        if not self._goes_on.is_set() and self._sip <= 0:
-            try:
-                async with asyncio.timeout(_STILL):
-                    await self._goes_on.wait()
-            except TimeoutError:
-                now = asyncio.get_running_loop().time()
-                if now - self._sipped > _SIP:
-                    self._sip, self._sipped = self._largest, now
-                return _HEARTBEAT  # as if the broker had sent one: it may have, behind the rest
-        head, rest = await self._frame_of_theirs()
-        if not rest:
-            return head
-        self._sip -= len(rest)
-        if head[0] == METHOD and rest[:4] == _RETURN:
-            self._returned.add(head[1:3])
-        if head[0] == METHOD and rest[:4] == _TUNE:
-            # The library writes our own figure over it.
-            self.asked_heartbeat = int.from_bytes(rest[10:12], "big")
-        if head[0] == METHOD and rest[:4] == _CLOSE:
-            # The library loses this text when it waits for another frame, as for Open-Ok.
-            self.close_reason = (int.from_bytes(rest[4:6], "big"), _short_text(rest[6:]))
-        if head[0] == METHOD and rest[:4] in (_BLOCKED, _UNBLOCKED):
-            blocked = rest[:4] == _BLOCKED
-            self._factory.on_blocked(_short_text(rest[4:]) if blocked else None)
-        if head[0] != HEADER:
-            return head + rest
-        self._largest = max(self._largest, _SIP_BYTES + int.from_bytes(rest[4:12], "big"))
-        raw = rest[12:-1]
-        table = b"\0x" + len(raw).to_bytes(4, "big") + raw
-        fields = len(table).to_bytes(4, "big") + table
-        flags = _HEADERS_ONLY
-        if head[1:3] in self._returned:
-            self._returned.discard(head[1:3])
-            found = mark(Properties.decode(raw)).encode()
-            flags, fields = _HEADERS_AND_ID, fields + bytes([len(found)]) + found
-        payload = rest[:12] + flags + fields
-        return head[:3] + len(payload).to_bytes(4, "big") + payload + rest[-1:]
-
-    async def _frame_of_theirs(self) -> tuple[bytes, bytes]:
-        """The next frame that nobody else takes: its head, and its payload with the end mark."""
-        since = asyncio.get_running_loop().time()
-        while True:
-            head = await super().readexactly(7)
-            if head[0] > 8:  # not AMQP 0-9-1: the library says so by the first bytes
-                return head, b""
-            rest = await super().readexactly(int.from_bytes(head[3:], "big") + 1)
-            tap = self._factory.taps.get(head[1:3])
-            if tap is None or not tap(head[0], rest):
-                return head, rest
-            # The broker sends no heartbeats beside what it sends otherwise.
-            if asyncio.get_running_loop().time() - since > _STILL:
-                return _HEARTBEAT, b""
+    def _go_on(self) -> None:
+        self.transport.resume_reading()
+        if self._rest:
+            self._call_soon(self.data_received, b"")
 
 
 def _short_text(raw: bytes) -> str:

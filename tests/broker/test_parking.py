@@ -50,13 +50,13 @@ async def lot(declared: Declared) -> str:
 
 
 async def park(
-    publisher: Publisher, names: list[str], headers: dict[str, Any] | None = None
+    publisher: Publisher, names: list[str], headers: dict[str, Any] | None = None, size: int = 0
 ) -> None:
-    """As a worker parks: one after another, through the exchange."""
+    """As a worker parks: one after another, through the exchange; bodies of at least that size."""
     told = {"x-origin-queue": "lot", "x-parked-reason": "told to", **(headers or {})}
     for name in names:
         properties = Properties.of(told, message_id=name, delivery_mode=2)
-        await publisher.send("parking-lot", "lot", name.encode(), properties)
+        await publisher.send("parking-lot", "lot", name.encode().ljust(size), properties)
 
 
 async def ids(connection: Connection, queue: str = "lot") -> list[str]:
@@ -309,8 +309,8 @@ async def test_acks_are_heard_of_before_all_that_waits_has_come(
     lot: str, connection: Connection, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(look, "_FEW", 0)
-    monkeypatch.setattr(look, "AHEAD", 20_000)  # of 50 that take 200 kB
-    await park(publisher, NAMES)
+    monkeypatch.setattr(look, "AHEAD", 20_000)  # of a megabyte, which does not come in one read
+    await park(publisher, NAMES, size=20_000)
     async with look.taking(connection, "lot") as taken:
         assert taken.count == 50
         monkeypatch.setattr(look.Taken, "_is_much_on_its_way", True)
@@ -569,7 +569,7 @@ async def test_a_connection_lost_in_the_middle_loses_nothing(
             if message.id == "20":
                 lose = looks[0] if victim == "look" else sender._connection  # noqa: SLF001
                 assert lose is not None
-                lose._factory.abort()  # noqa: SLF001 (as a cut cable would)
+                lose.abort()  # as a cut cable would
 
         if victim == "look":
             with pytest.raises(
@@ -691,7 +691,7 @@ async def test_what_the_broker_parked_says_why_in_words_and_goes_home(
     for _ in range(2):  # limit 1: two deliveries, each to a consumer that dies
         died = await connect(settings, "dies")
         await _hold(died, "lot")
-        died._factory.abort()  # noqa: SLF001
+        died.abort()
         await eventually(lambda: _nobody(connection))
     await eventually(lambda: depth(connection, "lot.parked"))
     await give("rejected")

@@ -49,19 +49,27 @@ class Steps:
     def watch(self) -> None:
         """Be in front of every line of this process."""
         steps = self
-        read = frames._FrameReader._next  # noqa: SLF001 (there is no other place where frames pass)
+        cut = frames._Cutter.data_received  # noqa: SLF001 (there is no other place where frames pass)
+        rests: dict[frames._Cutter, bytes] = {}
 
         def write(writer: asyncio.StreamWriter, data: Any) -> None:
             steps.written(writer, data)
 
-        async def next_frame(reader: frames._FrameReader) -> bytes:
-            raw: bytes = await read(reader)
-            for channel, name, _ in methods(raw):
-                steps.read(steps.line(reader, channel), name)
-            return raw
+        def received(cutter: frames._Cutter, data: bytes) -> None:
+            """Frame by frame, as if each had come alone."""
+            data, at = rests.pop(cutter, b"") + data, 0
+            while len(data) - at >= 8:
+                end = at + 8 + int.from_bytes(data[at + 3 : at + 7], "big")
+                if end > len(data):
+                    break
+                for channel, name, _ in methods(data[at:end]):
+                    steps.read(steps.line(cutter._reader, channel), name)  # noqa: SLF001
+                cut(cutter, data[at:end])
+                at = end
+            rests[cutter] = data[at:]
 
         asyncio.StreamWriter.write = write  # type: ignore[method-assign,assignment]
-        frames._FrameReader._next = next_frame  # type: ignore[method-assign,assignment]  # noqa: SLF001
+        frames._Cutter.data_received = received  # type: ignore[method-assign,assignment]  # noqa: SLF001
 
     def line(self, reader: object, channel: int) -> str:
         """The number of a connection, and of its channel; with a mark where that is for notes."""
