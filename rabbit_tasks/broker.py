@@ -219,8 +219,16 @@ class Connection(aio_pika.Connection):
         self._frames.hold(held=held)
 
     def tap(self, channel: Channel, tap: Tap) -> None:
-        """Have the frames of a channel offered to somebody else before the client library."""
-        self._frames.taps[channel.number.to_bytes(2, "big")] = tap
+        """Have the frames of a channel, until it is closed, offered to somebody else before the
+        client library."""
+        number, taps = channel.number.to_bytes(2, "big"), self._frames.taps
+        taps[number] = tap
+
+        def end(_: object) -> None:
+            if taps.get(number) is tap:  # (and not that of a later channel)
+                del taps[number]
+
+        channel.closing.add_done_callback(end)
 
     def write(self, frames: bytes) -> None:
         """Send whole frames, together with all that is written in this turn of the event loop.
