@@ -21,6 +21,8 @@ from tests.support.brokers import Broker, any_broker
 from tests.support.inprocess import Running
 from tests.support.workers import Runs, WorkerProcess
 
+PASSWORD = "p"
+
 # What is ignored here (nohup, a background job of a shell) would be ignored by every worker we start.
 for _number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(_number, signal.SIG_DFL)
@@ -65,6 +67,16 @@ def vhost(broker: Broker) -> Iterator[str]:
 @pytest.fixture
 def url(broker: Broker, vhost: str) -> str:
     return broker.url(vhost)
+
+
+@pytest.fixture
+def user(broker: Broker, vhost: str) -> Iterator[str]:
+    """A user of its own, who may do all in the virtual host; the password is PASSWORD."""
+    name = f"user {uuid.uuid4().hex[:8]}"
+    broker.create_user(name, PASSWORD)
+    broker.allow(vhost, name)
+    yield name
+    broker.delete_user(name)
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from tests.support.cluster import the_cluster, why_there_is_none
 from tests.support.commands import Result, Run
 from tests.support.obedient import app as obedient
 from tests.support.post import app
+from tests.support.workers import wait_until
 
 APP = ("--app", "tests.support.post:app")
 SECRET = "s3cret"
@@ -136,6 +137,8 @@ def alarm(broker: Broker) -> Iterator[None]:
         yield
     finally:
         broker.ctl("set_vm_memory_high_watermark", "0.6")
+        # The management API tells of it for some seconds more: to the next test, it would be a fault.
+        wait_until(lambda: not broker.api("GET", "/nodes")[0]["mem_alarm"], within=60, every=0.2)
 
 
 @pytest.mark.usefixtures("declared")

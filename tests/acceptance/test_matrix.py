@@ -12,7 +12,7 @@ import pytest
 
 from rabbit_tasks import App, Consumer, Publisher, PublishError, Settings
 from tests.acceptance.conftest import Figures
-from tests.conftest import eventually
+from tests.conftest import PASSWORD, eventually
 from tests.support.account import ENVIRONMENT, Account
 from tests.support.brokers import Broker
 from tests.support.faults import FAULTS, Fault, Scene, is_quick
@@ -37,13 +37,13 @@ def namespace() -> Iterator[Namespace | None]:
 
 @asynccontextmanager
 async def _scene(
-    broker: Broker, vhost: str, settings: Settings, start: Start, runs: Runs,
+    broker: Broker, vhost: str, user: str, settings: Settings, start: Start, runs: Runs,
     namespace: Namespace | None,
 ) -> AsyncIterator[Scene]:  # fmt: skip
     async with line(broker, namespace.host if namespace else "127.0.0.1") as cable:
         worker = start(
             under=namespace.under if namespace else "",
-            RABBIT_TASKS_URL=cable.url(vhost),
+            RABBIT_TASKS_URL=cable.url(vhost, user, PASSWORD),
             RABBIT_TASKS_HEARTBEAT="1",
             RABBIT_TASKS_CONNECT_TIMEOUT="2",
             RABBIT_TASKS_RECONNECT_CAP="1",
@@ -52,7 +52,7 @@ async def _scene(
         await eventually(lambda: "connected to RabbitMQ" in worker.log, within=30)
         settings = settings.changed(heartbeat=2, publish_timeout=3, connect_timeout=3)
         load = Load(settings)
-        yield Scene(broker, vhost, settings, cable, namespace, worker, load, runs)
+        yield Scene(broker, vhost, user, settings, cable, namespace, worker, load, runs)
 
 
 async def _works_again(scene: Scene) -> float:
@@ -102,11 +102,11 @@ async def _suffer(scene: Scene, *faults: Fault) -> float:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("quick", [True, pytest.param(False, marks=pytest.mark.heavy)])
 async def test_a_worker_works_again_after_each_fault_and_every_message_is_accounted_for(
-    quick: bool, settings: Settings, broker: Broker, vhost: str, declared: Declared,
+    quick: bool, settings: Settings, broker: Broker, vhost: str, user: str, declared: Declared,
     start_worker: Start, runs: Runs, namespace: Namespace | None, figures: Figures,
 ) -> None:  # fmt: skip
     await declared(obedient)
-    async with _scene(broker, vhost, settings, start_worker, runs, namespace) as scene:
+    async with _scene(broker, vhost, user, settings, start_worker, runs, namespace) as scene:
         async with scene.load.goes_on():
             for fault in FAULTS:
                 if why := fault.why_not(broker, namespace):
@@ -123,14 +123,14 @@ async def test_a_worker_works_again_after_each_fault_and_every_message_is_accoun
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first", FAULTS, ids=lambda fault: fault.name)
 async def test_two_faults_in_a_row(
-    first: Fault, settings: Settings, broker: Broker, vhost: str, declared: Declared,
+    first: Fault, settings: Settings, broker: Broker, vhost: str, user: str, declared: Declared,
     start_worker: Start, runs: Runs, namespace: Namespace | None, figures: Figures,
 ) -> None:  # fmt: skip
     """The second one strikes as soon as the first is over, before the worker has come to itself."""
     if why := first.why_not(broker, namespace):
         pytest.skip(why)
     await declared(obedient)
-    async with _scene(broker, vhost, settings, start_worker, runs, namespace) as scene:
+    async with _scene(broker, vhost, user, settings, start_worker, runs, namespace) as scene:
         async with scene.load.goes_on():
             for second in FAULTS:
                 if not second.why_not(broker, namespace):

@@ -15,7 +15,7 @@ import pytest
 
 from rabbit_tasks import App, Publisher, Settings
 from tests.acceptance.conftest import Figures
-from tests.conftest import eventually
+from tests.conftest import PASSWORD, eventually
 from tests.support.account import ENVIRONMENT, SLOTS, Account
 from tests.support.brokers import Broker
 from tests.support.faults import Closed, Fault, Gone, Scene, Silence
@@ -114,8 +114,8 @@ async def _suffer(scene: Scene, faults: tuple[Fault, ...], every: float, until: 
 )
 async def test_nothing_is_left_of_lost_connections(
     seconds: float, every: float, faults: tuple[Fault, ...], growth: float,
-    settings: Settings, broker: Broker, vhost: str, declared: Declared, start_worker: Start,
-    runs: Runs, tmp_path: Path, figures: Figures,
+    settings: Settings, broker: Broker, vhost: str, user: str, declared: Declared,
+    start_worker: Start, runs: Runs, tmp_path: Path, figures: Figures,
 ) -> None:  # fmt: skip
     """No memory, no file, no task, no thread, no child process, no channel, no consumer."""
     await declared(obedient)
@@ -125,14 +125,14 @@ async def test_nothing_is_left_of_lost_connections(
         worker = start_worker(
             app="tests.support.soaked:app",
             SOAKED=str(tmp_path / "soaked"),
-            RABBIT_TASKS_URL=cable.url(vhost),
+            RABBIT_TASKS_URL=cable.url(vhost, user, PASSWORD),
             RABBIT_TASKS_HEARTBEAT="1",
             RABBIT_TASKS_CONNECT_TIMEOUT="2",
             RABBIT_TASKS_RECONNECT_CAP="0.3",
             **ENVIRONMENT,
         )
         await eventually(lambda: "connected to RabbitMQ" in worker.log, within=30)
-        scene = Scene(broker, vhost, settings, cable, None, worker, Load(settings), runs)
+        scene = Scene(broker, vhost, user, settings, cable, None, worker, Load(settings), runs)
         account = Account(broker, vhost, settings, worker, runs)
         asked = Asked(tmp_path / "soaked")
         began = time.monotonic()

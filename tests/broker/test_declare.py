@@ -6,8 +6,6 @@ import asyncio
 import json
 import os
 import sys
-import uuid
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import quote
@@ -20,7 +18,7 @@ from rabbit_tasks.declare import check, declare, missing
 from rabbit_tasks.errors import ConnectError, TopologyError
 from rabbit_tasks.topology import Topology
 from rabbit_tasks.worker import Worker
-from tests.conftest import eventually
+from tests.conftest import PASSWORD, eventually
 from tests.support.brokers import ROOT, Broker
 from tests.support.queues import consumers
 
@@ -196,14 +194,6 @@ async def test_another_connections_exclusive_queue_is_a_difference(
 # --- permissions --------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def user(broker: Broker) -> Iterator[str]:
-    name = f"user {uuid.uuid4().hex[:6]}"
-    broker.create_user(name, "p")
-    yield name
-    broker.delete_user(name)
-
-
 @pytest.mark.parametrize(
     ("configure", "write", "read"),
     [
@@ -272,10 +262,10 @@ async def test_exported_definitions_imported_by_the_broker_are_what_declare_make
 
 
 async def test_a_connection_lost_while_declaring_is_one_line(
-    settings: Settings, broker: Broker, vhost: str
+    broker: Broker, vhost: str, user: str
 ) -> None:
-    mine = await connect(settings, "declare")
-    await eventually(lambda: broker.close_connections(vhost), within=20)
+    mine = await connect(Settings(url=broker.url(vhost, user, PASSWORD)), "declare")
+    await eventually(lambda: broker.close_connections(user))
     await eventually(lambda: mine.is_lost)
     with pytest.raises(ConnectError, match="connection lost") as lost:
         await declare(mine, TOPOLOGY)

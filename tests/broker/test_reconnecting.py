@@ -16,7 +16,7 @@ from rabbit_tasks import App, ConnectError, Consumer, Message, Settings
 from rabbit_tasks import worker as workers
 from rabbit_tasks.broker import Connection, connect, connected
 from rabbit_tasks.worker import Worker
-from tests.conftest import eventually
+from tests.conftest import PASSWORD, eventually
 from tests.support.brokers import Broker
 from tests.support.inprocess import Running
 from tests.support.proxy import before
@@ -133,25 +133,17 @@ async def test_a_limit_of_connections_is_not_for_good(
 
 
 async def test_a_password_that_is_changed_while_it_runs_ends_a_worker_with_the_reason(
-    broker: Broker, vhost: str, declared: Declared
+    broker: Broker, vhost: str, user: str, declared: Declared
 ) -> None:
     await declared(app)
-    broker.create_user("changed", "one")
-    try:
-        broker.allow(vhost, "changed")
-        settings = Settings(url=broker.url(vhost, "changed", "one"))
-        running = Running(app, settings)
-        await eventually(lambda: running.worker._worked)  # noqa: SLF001
-        broker.create_user("changed", "two")
-        await eventually(
-            lambda: asyncio.to_thread(broker.close_connections, vhost), within=15
-        )  # fmt: skip
-        await asyncio.wait([running.task], timeout=15)
-        error = running.task.exception()
-        assert isinstance(error, ConnectError)
-        assert "refused user 'changed' or its password" in str(error)
-    finally:
-        broker.delete_user("changed")
+    running = Running(app, Settings(url=broker.url(vhost, user, PASSWORD)))
+    await eventually(lambda: running.worker._worked)  # noqa: SLF001
+    broker.create_user(user, "another")
+    await eventually(lambda: asyncio.to_thread(broker.close_connections, user))
+    await asyncio.wait([running.task], timeout=30)
+    error = running.task.exception()
+    assert isinstance(error, ConnectError)
+    assert f"refused user '{user}' or its password" in str(error)
 
 
 # --- names --------------------------------------------------------------------------------------

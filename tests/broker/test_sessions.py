@@ -24,7 +24,7 @@ from rabbit_tasks.broker import Connection
 from rabbit_tasks.declare import declare
 from rabbit_tasks.errors import PublishError
 from rabbit_tasks.worker import Worker
-from tests.conftest import eventually
+from tests.conftest import PASSWORD, eventually
 from tests.support.brokers import Broker
 from tests.support.inprocess import Running
 from tests.support.line import line
@@ -87,8 +87,9 @@ async def test_more_slots_than_the_broker_has_channels_are_refused_at_the_start(
 
 
 async def test_a_queue_missing_after_a_reconnect_stops_its_own_consumer_only(
-    connection: Connection, publisher: Publisher, broker: Broker, vhost: str, run: Run
-) -> None:
+    connection: Connection, publisher: Publisher, broker: Broker, vhost: str, user: str,
+    declared: Declared, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
     done: list[str] = []
 
     class One(Consumer[dict[str, Any]]):
@@ -100,24 +101,26 @@ async def test_a_queue_missing_after_a_reconnect_stops_its_own_consumer_only(
     class Other(One):
         queue = "other"
 
-    running = await run(App("two", [One(), Other()]))
-    await publisher.publish(One, {})
-    await publisher.publish(Other, {})
+    app = App("two", [One(), Other()])
+    await declared(app)
+    running = Running(app, Settings(url=broker.url(vhost, user, PASSWORD)))
+    for kind in (One, Other):
+        await publisher.publish(kind, {})
     await eventually(lambda: sorted(done) == ["one", "other"])
     channel = await connection.open()
     await channel.queue_delete("other.retry.1.1s")
     await channel.queue_delete("other")
     await channel.close()
 
-    await eventually(lambda: asyncio.to_thread(broker.close_connections, vhost), within=20)
-    async with Publisher.open(Settings(url=broker.url(vhost))) as another:
-        await another.publish(One, {})
-        await eventually(lambda: done.count("one") == 2, within=20)
-    assert running.is_running
+    await eventually(lambda: asyncio.to_thread(broker.close_connections, user))
+    await eventually(lambda: "other: not consuming" in caplog.text, within=30)
+    await publisher.publish(One, {})
+    await eventually(lambda: done.count("one") == 2, within=30)
+    await running.end()
 
 
 async def test_a_permission_missing_after_a_reconnect_stops_its_own_consumer_only(
-    publisher: Publisher, broker: Broker, vhost: str, declared: Declared,
+    publisher: Publisher, broker: Broker, vhost: str, user: str, declared: Declared,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     done: list[str] = []
@@ -133,27 +136,21 @@ async def test_a_permission_missing_after_a_reconnect_stops_its_own_consumer_onl
 
     app = App("two", [Open(), Shut()])
     await declared(app)
-    broker.create_user("narrow", "s")
-    try:
-        broker.allow(vhost, "narrow")
-        running = Running(app, Settings(url=broker.url(vhost, "narrow", "s")))
-        for kind in (Open, Shut):
-            await publisher.publish(kind, {})
-        await eventually(lambda: sorted(done) == ["open", "shut"])
-        broker.allow(vhost, "narrow", read="^open")
-        await eventually(lambda: asyncio.to_thread(broker.close_connections, vhost), within=20)
-        await eventually(lambda: "shut: not consuming" in caplog.text, within=15)
-        assert "ACCESS_REFUSED" in caplog.text
-        assert f"allow it: rabbitmqctl set_permissions -p {vhost} narrow" in caplog.text
-        async with Publisher.open(Settings(url=broker.url(vhost))) as another:
-            for kind in (Shut, Open):
-                await another.publish(kind, {})
-            await eventually(lambda: done.count("open") == 2, within=10)
-            broker.allow(vhost, "narrow")
-            await eventually(lambda: done.count("shut") == 2, within=20)
-        await running.end()
-    finally:
-        broker.delete_user("narrow")
+    running = Running(app, Settings(url=broker.url(vhost, user, PASSWORD)))
+    for kind in (Open, Shut):
+        await publisher.publish(kind, {})
+    await eventually(lambda: sorted(done) == ["open", "shut"])
+    broker.allow(vhost, user, read="^open")
+    await eventually(lambda: asyncio.to_thread(broker.close_connections, user))
+    await eventually(lambda: "shut: not consuming" in caplog.text, within=30)
+    assert "ACCESS_REFUSED" in caplog.text
+    assert f"allow it: rabbitmqctl set_permissions -p {vhost} '{user}'" in caplog.text
+    for kind in (Shut, Open):
+        await publisher.publish(kind, {})
+    await eventually(lambda: done.count("open") == 2, within=30)
+    broker.allow(vhost, user)
+    await eventually(lambda: done.count("shut") == 2, within=30)
+    await running.end()
 
 
 async def test_twenty_slots_that_hold_copies_for_one_reason_say_so_five_times_and_once_at_the_end(

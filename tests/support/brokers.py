@@ -119,19 +119,16 @@ class Broker:
         kind, *names = (quote(part, safe="") for part in path)
         self.api("DELETE", "/".join(["", kind, quote(vhost, safe=""), *names]))
 
-    def close_connections(self, vhost: str, name: str = "") -> int:
-        """As an operator would in the management page; how many there were of that name."""
-        closed = 0
-        for one in self.api("GET", f"/vhosts/{quote(vhost, safe='')}/connections"):
-            if name not in one.get("user_provided_name", ""):
-                continue
-            try:
-                self.api("DELETE", f"/connections/{quote(one['name'], safe='')}")
-                closed += 1
-            except urllib.error.HTTPError as error:
-                if error.code != 404:
-                    raise
-        return closed
+    def close_connections(self, user: str) -> int:
+        """As an operator would, every one of that user; how many there were.
+
+        By the user, because the broker knows these at once; in the list of connections, and so by its
+        name, there is one only up to 5 s after it was opened (3.10 to 4.3).
+        """
+        path = f"/connections/username/{quote(user, safe='')}"
+        found = len(self.api("GET", path))
+        self.api("DELETE", path)
+        return found
 
 
 @contextmanager

@@ -32,13 +32,15 @@ SILENT: Final = 6.5
 class Scene:
     """Where the faults happen: a worker of the obedient app under load, behind a line.
 
-    settings    straight to the broker
+    user        the worker's, and nobody else's
+    settings    straight to the broker, as somebody else
     long        the ids of messages that are in hand while it happens
     declared    when queues were last made anew
     """
 
     broker: Broker
     vhost: str
+    user: str
     settings: Settings
     line: Line
     namespace: Namespace | None
@@ -85,17 +87,14 @@ class Fault(Protocol):
 
 
 class Closed(Fault):
-    """An operator closes the worker's connection."""
+    """An operator closes the worker's connections."""
 
     name = "connection closed"
 
     async def strike(self, scene: Scene) -> None:
-        async def closed() -> bool:  # (the list of connections comes late)
-            return (
-                await asyncio.to_thread(scene.broker.close_connections, scene.vhost, "worker") > 0
-            )
-
-        await eventually(closed, within=30)
+        await eventually(
+            lambda: asyncio.to_thread(scene.broker.close_connections, scene.user), within=30
+        )
 
 
 @dataclass(frozen=True)

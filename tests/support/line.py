@@ -27,9 +27,11 @@ class Line:
             found.bind((host, 0))
             self.port: int = found.getsockname()[1]
 
-    def url(self, vhost: str) -> str:
+    def url(self, vhost: str, user: str | None = None, password: str | None = None) -> str:
         broker = f"@{self._broker.host}:{self._broker.port}/"
-        return self._broker.url(vhost).replace(broker, f"@{self._host}:{self.port}/")
+        return self._broker.url(vhost, user, password).replace(
+            broker, f"@{self._host}:{self.port}/"
+        )
 
     async def up(self) -> None:
         self._server = await asyncio.start_server(self._forward, self._host, self.port)

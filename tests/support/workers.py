@@ -145,7 +145,7 @@ def is_gone(pid: int) -> bool:
     return not any(one == pid and state != "Z" for one, state, _, _ in processes())
 
 
-def wait_until(condition: Callable[[], object], within: float = 10, every: float = 0.02) -> None:
+def wait_until(condition: Callable[[], object], within: float = 30, every: float = 0.02) -> None:
     """Return when the condition holds; AssertionError when it does not in time."""
     deadline = time.monotonic() + within
     while not condition():
