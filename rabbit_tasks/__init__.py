@@ -20,7 +20,7 @@ from rabbit_tasks.message import Message
 from rabbit_tasks.retry import Done, Parked, RetryAfter, RetryPolicy
 
 if TYPE_CHECKING:
-    from rabbit_tasks.broker import Publisher
+    from rabbit_tasks.publisher import Publisher
     from rabbit_tasks.settings import Settings
 
 __all__ = [
@@ -44,7 +44,7 @@ __all__ = [
     "Unroutable",
 ]
 
-_LATER: Final = {"Publisher": "rabbit_tasks.broker", "Settings": "rabbit_tasks.settings"}
+_LATER: Final = {"Publisher": "rabbit_tasks.publisher", "Settings": "rabbit_tasks.settings"}
 """Imported when somebody asks for them (PEP 562): the client library and pydantic-settings take
 three quarters of the time, which a module of consumers or `rabbit-tasks --help` has no use for."""
 

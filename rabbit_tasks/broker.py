@@ -1,4 +1,4 @@
-"""The broker: connect to it; publish and wait for the confirm.
+"""The broker: connect to it.
 
 What depends on how aio-pika 10.2 and aiormq 7.2 behave stands here and in frames.py.
 """
@@ -13,27 +13,20 @@ import shlex
 import socket
 import ssl
 import time
-import uuid
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from operator import length_hint
-from typing import Any, Final, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Final, TypeVar
 
 import aio_pika
 import aiormq.exceptions as amqp
-import pydantic_core
 from aio_pika.connection import make_url
 from aiormq.channel import Channel
 from aiormq.connection import Connection as Transport
 
-from rabbit_tasks import consumer as consumers
-from rabbit_tasks.consumer import Consumer
-from rabbit_tasks.errors import ConnectError, PublishError, Refused, Unconfirmed, Unroutable
-from rabbit_tasks.frames import Frames, Tap, Wire, mark
-from rabbit_tasks.message import OURS, is_brokers
-from rabbit_tasks.properties import FRAME_OVERHEAD, Properties
-from rabbit_tasks.settings import PREFIX, Address, Settings
+from rabbit_tasks.errors import ConnectError
+from rabbit_tasks.frames import Frames, Tap
+from rabbit_tasks.settings import Address, Settings
 
 B = TypeVar("B")
 
@@ -41,9 +34,6 @@ log = logging.getLogger("rabbit_tasks")
 
 RPC_TIMEOUT: Final = 10.0
 """Seconds for the broker to answer a declare, a consume, an opened channel."""
-ALONE_FROM: Final = 1_048_576
-"""Bytes of a body from which a message is published on a channel of its own."""
-UNANSWERED_KEPT: Final = 100_000
 CLOSE_TIMEOUT: Final = 3.0
 """Seconds for the broker to answer a close before the socket is dropped.
 
@@ -100,6 +90,8 @@ class Connection(aio_pika.Connection):
         self.address: Address | None = None
         self.settings: Settings | None = None
         self.on_blocked: Callable[[bool], None] = lambda _: None
+        self.free_since = 0.0
+        """When, by the loop's clock, the broker took messages again that it had held back."""
         self._blocked_at: float | None = None
         self._frames = Frames(ip)
         self._frames.on_blocked = self._tell_blocked
@@ -181,6 +173,7 @@ class Connection(aio_pika.Connection):
         elif reason is None and self._blocked_at is not None:
             waited = time.monotonic() - self._blocked_at
             self._blocked_at = None
+            self.free_since = asyncio.get_running_loop().time()
             log.warning("%s takes messages again, after %.1f s", self.address, waited)
         self.on_blocked(reason is not None)
 
@@ -241,6 +234,10 @@ class Connection(aio_pika.Connection):
     def unsent(self) -> int:
         """Bytes that were written and that the socket has not taken yet."""
         return self._frames.unsent
+
+    async def drained(self) -> None:
+        """Wait until the socket has taken most of that. OSError where the connection is lost."""
+        await self._frames.drained()
 
     def abort(self) -> None:
         """Drop the socket: whoever waits for the broker is told at once that it is gone."""
@@ -430,352 +427,3 @@ async def connected(settings: Settings, purpose: str) -> AsyncIterator[Connectio
         yield connection
     finally:
         await connection.end()
-
-
-# --- publish ------------------------------------------------------------------------------------
-
-
-class PublishProperties(TypedDict, total=False):
-    """What a publisher may say of a message beside its headers; text of at most 255 bytes.
-
-    priority is from 0 to 255, expiration in milliseconds as text, user_id one's own login.
-    """
-
-    content_type: str
-    content_encoding: str
-    correlation_id: str
-    reply_to: str
-    type: str
-    app_id: str
-    user_id: str
-    expiration: str
-    priority: int
-
-
-class Publisher:
-    """Publishes and waits for the confirm.
-
-    Open one per process with `Publisher.open` and keep it. It may be used from many tasks at once;
-    a lost connection is opened again at the next publish.
-
-    patient     the time for which the broker holds publishers back (a memory or disk alarm) does not
-                count against `publish_timeout`: such a publish waits until the alarm is over
-    told        what the broker's lists tell of its connection, beside its name
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        *,
-        patient: bool = False,
-        told: Mapping[str, str] | None = None,
-    ) -> None:
-        self._settings = settings
-        self._told = told
-        self._timeout = settings.publish_timeout.total_seconds()
-        self._patient = patient
-        self._limits: set[asyncio.Timeout] = set()
-        self._connection: Connection | None = None
-        self._opening = asyncio.Lock()
-        # One channel per exchange: publishing to a missing exchange closes the channel under every
-        # other publish on it, whether stored or not.
-        self._channels: dict[str, Channel] = {}
-        self._in_flight: dict[str, asyncio.Future[None]] = {}
-        self._unanswered: set[str] = set()
-        self._closed = False
-
-    @classmethod
-    @asynccontextmanager
-    async def open(cls, settings: Settings | None = None) -> AsyncIterator[Publisher]:
-        """Connect, and close in the end. ConnectError where the broker does not let us in."""
-        publisher = cls(settings or Settings())
-        await publisher.connect()
-        try:
-            yield publisher
-        finally:
-            await publisher.close()
-
-    async def connect(self) -> Connection:
-        """The connection, opened again if it was lost."""
-        async with self._opening:
-            if self._closed:
-                raise ConnectError("the publisher is closed: publish inside of its async with")
-            if self._connection is None or self._connection.is_lost:
-                self._channels.clear()
-                self._unanswered.clear()
-                if self._connection is not None:
-                    await self._connection.end()
-                self._connection = await connect(self._settings, "publisher", self._told)
-                self._connection.on_blocked = self._set_limits
-                self._set_limits(False)
-            return self._connection
-
-    async def close(self, within: float = 2 * CLOSE_TIMEOUT) -> None:
-        """Wait for what is on its way, and close for good."""
-        self._closed = True
-        if self._in_flight:
-            await asyncio.wait(self._in_flight.values(), timeout=within / 2)
-        if self._connection is not None:
-            await self._connection.end(within / 2)
-
-    def abort(self) -> None:
-        """Close for good, at once: what is on its way is told that the connection is lost."""
-        self._closed = True
-        if self._connection is not None:
-            self._connection.abort()
-
-    def _set_limits(self, blocked: bool) -> None:
-        if self._patient:
-            now = asyncio.get_running_loop().time()
-            for limit in self._limits:
-                with suppress(RuntimeError):  # it has just expired
-                    limit.reschedule(None if blocked else now + self._timeout)
-
-    @property
-    def _is_blocked(self) -> bool:
-        return self._connection is not None and self._connection.is_blocked
-
-    @property
-    def _user(self) -> str | None:
-        address = self._connection.address if self._connection else None
-        return address.user if address else None
-
-    @overload
-    async def publish(
-        self, to: type[Consumer[B]] | Consumer[B], body: B, *, message_id: str | None = ...,
-        headers: Mapping[str, Any] | None = ..., **properties: Unpack[PublishProperties],
-    ) -> str: ...  # fmt: skip
-    @overload
-    async def publish(
-        self, to: str, body: object, *, message_id: str | None = ...,
-        headers: Mapping[str, Any] | None = ..., **properties: Unpack[PublishProperties],
-    ) -> str: ...  # fmt: skip
-    async def publish(
-        self,
-        to: type[Consumer[Any]] | Consumer[Any] | str,
-        body: object,
-        *,
-        message_id: str | None = None,
-        headers: Mapping[str, Any] | None = None,
-        **properties: Unpack[PublishProperties],
-    ) -> str:
-        """Publish to a consumer class, or to a queue by its name; returns the message's id.
-
-        Returns when the broker has confirmed: the message is in its queue, on disk. By name, bytes
-        and str go as they are, anything else as JSON.
-
-        message_id  default: a new UUID. Give your own where you may publish the same thing twice
-        headers     values of the types AMQP has; ours and the broker's (x-retry-count, x-death …)
-                    are left out, so that a handler may pass on what it got
-        properties  see PublishProperties
-
-        Raises TypeError where the body is not what the consumer takes, ValueError for a header AMQP
-        cannot carry, and PublishError: Unroutable, Refused, or Unconfirmed.
-        """
-        queue, raw, content_type = _encode(to, body)
-        message_id = message_id or uuid.uuid4().hex
-        foreign = {
-            name: value
-            for name, value in (headers or {}).items()
-            if name not in OURS and (name in ("CC", "BCC") or not is_brokers(name))
-        }
-        given = Properties.of(
-            foreign,
-            **{"content_type": content_type, **properties},
-            message_id=message_id,
-            timestamp=datetime.now(UTC),
-            delivery_mode=2,
-        )
-        await self.send("", queue, raw, given)
-        return message_id
-
-    async def publish_many(
-        self,
-        to: type[Consumer[B]] | Consumer[B] | str,
-        bodies: Iterable[B],
-        *,
-        window: int = 200,
-        headers: Mapping[str, Any] | None = None,
-        **properties: Unpack[PublishProperties],
-    ) -> list[str]:
-        """Publish many, `window` of them unconfirmed at a time; returns their ids in order.
-
-        Stops at the first failure, waits for what is on its way, and raises that failure; its notes
-        say how many were confirmed. `bodies` may be a generator: it is read as fast as the broker
-        confirms.
-        """
-        remaining = enumerate(bodies)
-        ids: dict[int, str] = {}
-        failures: list[BaseException] = []
-
-        async def pump() -> None:
-            while not failures:
-                try:
-                    i, body = next(remaining)
-                    ids[i] = await self.publish(to, body, headers=headers, **properties)
-                except StopIteration:
-                    return
-                except Exception as failure:
-                    failures.append(failure)
-
-        async with asyncio.TaskGroup() as pumps:
-            for _ in range(max(1, min(window, length_hint(bodies, window)))):
-                pumps.create_task(pump())
-        if failures:
-            failures[0].add_note(f"{len(ids)} were confirmed before this one")
-            raise failures[0]
-        return [ids[i] for i in sorted(ids)]
-
-    async def send(self, exchange: str, key: str, body: bytes, properties: Properties) -> None:
-        """Publish with confirm and mandatory; a returned or refused message is an error.
-
-        Returns when the broker has confirmed. Raises PublishError.
-        """
-        token = mark(properties)
-        # The library finds returned messages by their id. With one id twice in flight on a channel
-        # it would tell the one that no queue took that it was stored.
-        while (other := self._in_flight.get(token)) is not None:
-            await asyncio.wait([other])
-        done = self._in_flight[token] = asyncio.get_running_loop().create_future()
-        # Nor must the answer to one that was given up reach the next of that id on its channel.
-        alone = token in self._unanswered or _may_be_refused(body, properties, self._user)
-        try:
-            await self._send(exchange, key, body, properties, alone=alone)
-        except (Unconfirmed, asyncio.CancelledError):
-            if len(self._unanswered) >= UNANSWERED_KEPT:
-                # What answers still come belong to these channels, so that others need not know.
-                self._channels.clear()
-                self._unanswered.clear()
-            self._unanswered.add(token)
-            raise
-        finally:
-            del self._in_flight[token]
-            done.set_result(None)
-
-    async def _send(
-        self, exchange: str, key: str, body: bytes, properties: Properties, *, alone: bool
-    ) -> None:
-        where = f"{exchange!r} with key {key!r}" if exchange else f"queue {key!r}"
-        channel: Channel | None = None
-        sent = False
-        limit = asyncio.timeout(self._timeout)
-        try:
-            async with limit:
-                self._limits.add(limit)
-                if self._patient and self._is_blocked:
-                    limit.reschedule(None)
-                while True:
-                    if self._connection is not None and self._is_blocked:
-                        # (Nor would opening a channel on it be answered.)
-                        await self._connection.unblocked()
-                    if alone:
-                        connection = await self.connect()
-                        channel = await connection.open(confirms=True)
-                    else:
-                        connection, channel = await self._channel(exchange)
-                    # The frame with the properties cannot be split; over the limit the broker
-                    # closes the connection (501), with everything else that is on it.
-                    if properties.frame_size() > connection.frame_max:
-                        raise Refused(
-                            f"{where}: properties and headers take {properties.frame_size()} bytes,"
-                            f" more than the {connection.frame_max - FRAME_OVERHEAD} of a frame"
-                        )
-                    try:
-                        sent = True
-                        await channel.basic_publish(
-                            body, exchange=exchange, routing_key=key, properties=Wire(properties),
-                            mandatory=True, wait=False,
-                        )  # fmt: skip
-                        return
-                    except amqp.ChannelInvalidStateError:
-                        sent = False  # closed before anything was written: open another
-                        await asyncio.sleep(0)
-        except TimeoutError:
-            if not limit.expired():
-                raise Unconfirmed(
-                    f"{where}: nothing was sent, the broker opened no channel within "
-                    f"{RPC_TIMEOUT:g} s", maybe_stored=False,
-                ) from None  # fmt: skip
-            waited = f"within {self._timeout:g} s ({PREFIX}PUBLISH_TIMEOUT)"
-            if self._is_blocked:
-                waited += "; the broker holds publishers back: rabbitmq-diagnostics alarms"
-            if sent:
-                raise Unconfirmed(f"{where}: not confirmed {waited}; it may be stored") from None
-            raise Unconfirmed(f"{where}: nothing was sent {waited}", maybe_stored=False) from None
-        except ConnectError as error:
-            raise Unconfirmed(f"{where}: nothing was sent, {error}", maybe_stored=False) from error
-        except asyncio.CancelledError:
-            if is_cancelled():
-                raise
-            raise Unconfirmed(
-                f"{where}: connection lost before the confirm", maybe_stored=sent
-            ) from None
-        except amqp.ChannelPreconditionFailed as error:
-            if alone or f"size {len(body)} " in words(error):
-                raise Refused(f"{where}: {words(error)}") from None
-            raise Unconfirmed(
-                f"{where}: channel closed over another message before the confirm ({words(error)})"
-            ) from None
-        except (amqp.AMQPError, OSError, RuntimeError) as error:
-            raise _refusal(where, exchange, error, sent=sent) from None
-        finally:
-            self._limits.discard(limit)
-            if alone and channel is not None:
-                with suppress(Exception):
-                    await channel.close(timeout=CLOSE_TIMEOUT)
-
-    async def _channel(self, exchange: str) -> tuple[Connection, Channel]:
-        connection, channel = self._connection, self._channels.get(exchange)
-        if connection and channel and not channel.is_closed and not self._closed:
-            return connection, channel
-        connection = await self.connect()
-        async with self._opening:
-            channel = self._channels.get(exchange)
-            if channel is None or channel.is_closed:
-                channel = self._channels[exchange] = await connection.open(confirms=True)
-        return connection, channel
-
-
-def _may_be_refused(body: bytes, properties: Properties, user: str | None) -> bool:
-    """Whether the broker may close the channel over this message (406, 3.10 to 4.3).
-
-    Every unconfirmed publish on that channel is then told the same, stored or not: so such a message
-    goes on a channel of its own. (The largest message is the broker's to configure, 16 MiB by
-    default.)
-    """
-    return (
-        len(body) > ALONE_FROM
-        or not re.fullmatch(r"\d{1,11}", properties.text("expiration") or "0")
-        or properties.text("user_id") not in (None, user)
-        or any(key in (b"\2CC", b"\3BCC") for key, _ in properties.table)
-    )
-
-
-def _refusal(where: str, exchange: str, error: Exception, *, sent: bool) -> PublishError:
-    text = words(error)
-    declare = "rabbit-tasks topology declare"
-    match error:
-        case amqp.PublishError():
-            missing = (
-                "that binding or its queue is missing" if exchange else "there is no such queue"
-            )
-            return Unroutable(f"{where}: {missing}; mend its name, or create it: {declare}")
-        case amqp.DeliveryError():
-            return Refused(f"{where}: refused (full, or no majority of its nodes is up)")
-        case amqp.ChannelNotFoundEntity():
-            return Unroutable(f"{where}: {text}; create it: {declare}")
-        case amqp.ChannelAccessRefused():
-            return Refused(f"{where}: {text}; give the user write permission on it")
-    lost = f"{where}: connection lost before the confirm ({text})"
-    return Unconfirmed(lost, maybe_stored=sent)
-
-
-def _encode(to: type[Consumer[Any]] | Consumer[Any] | str, body: object) -> tuple[str, bytes, str]:
-    if isinstance(to, str):
-        if isinstance(body, bytes):
-            return to, body, "application/octet-stream"
-        if isinstance(body, str):
-            return to, body.encode(), "text/plain; charset=utf-8"
-        return to, pydantic_core.to_json(body), "application/json"
-    kind = to if isinstance(to, type) else type(to)
-    return kind.queue, *consumers.encode(kind, body)

@@ -36,7 +36,7 @@ from aiormq.channel import Channel
 from rabbit_tasks import consumer as consumers
 from rabbit_tasks import history
 from rabbit_tasks import message as names
-from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Publisher, is_cancelled
+from rabbit_tasks.broker import LOST, RPC_TIMEOUT, is_cancelled
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.durations import duration_text
 from rabbit_tasks.errors import ConnectError, PublishError, Unconfirmed
@@ -46,6 +46,7 @@ from rabbit_tasks.isolation import Children
 from rabbit_tasks.message import Message
 from rabbit_tasks.observer import Observer, Settled
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.publisher import Publisher
 from rabbit_tasks.repeats import Repeats
 from rabbit_tasks.retry import (
     CRASH_DELAYS,

@@ -61,6 +61,7 @@ class Frames(TransportFactory):
         self._writer: asyncio.StreamWriter | None = None
         self._call_soon: Callable[[Callable[[], None]], object]
         self._unwritten: list[bytes] = []
+        self._unwritten_bytes = 0
         self.on_blocked: Callable[[str | None], None] = lambda _: None
         """Called with the broker's reason when it holds publishers back, with None when it ends."""
         self.taps: dict[bytes, Tap] = {}
@@ -108,9 +109,10 @@ class Frames(TransportFactory):
         if not self._unwritten and self._writer is not None:
             self._call_soon(self._flush)
         self._unwritten.append(frames)
+        self._unwritten_bytes += len(frames)
 
     def _flush(self) -> None:
-        parts, self._unwritten = self._unwritten, []
+        parts, self._unwritten, self._unwritten_bytes = self._unwritten, [], 0
         if self._writer is not None and not self._writer.transport.is_closing():
             self._writer.write(b"".join(parts))
 
@@ -119,7 +121,13 @@ class Frames(TransportFactory):
         """Bytes that were written and that the socket has not taken yet."""
         if self._writer is None:
             return 0
-        return self._writer.transport.get_write_buffer_size() + sum(map(len, self._unwritten))
+        return self._writer.transport.get_write_buffer_size() + self._unwritten_bytes
+
+    async def drained(self) -> None:
+        """Wait until the socket has taken most of that. OSError where the connection is lost."""
+        await asyncio.sleep(0)  # now it is written
+        if self._writer is not None:
+            await self._writer.drain()
 
     def hold(self, *, held: bool) -> None:
         """Read nothing more from the socket, or go on: what the broker sends waits there meanwhile,

@@ -20,10 +20,11 @@ import aiormq.exceptions as amqp
 from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
-from rabbit_tasks.broker import ALONE_FROM, RPC_TIMEOUT, Connection, words
+from rabbit_tasks.broker import RPC_TIMEOUT, Connection, words
 from rabbit_tasks.errors import Refused, Unconfirmed, Unroutable
 from rabbit_tasks.frames import Wire, properties_of
 from rabbit_tasks.properties import FRAME_OVERHEAD, Properties
+from rabbit_tasks.publisher import ALONE_FROM
 
 WINDOW: Final = 50
 """Messages that are copied and not yet acked, at most; so many bodies are in memory."""

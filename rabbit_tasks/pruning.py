@@ -38,7 +38,7 @@ from aiormq.channel import Channel
 
 from rabbit_tasks import declare, history
 from rabbit_tasks.app import App
-from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, Publisher, connected
+from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, connected
 from rabbit_tasks.declare import Questions
 from rabbit_tasks.errors import (
     ConfigurationError,
@@ -50,6 +50,7 @@ from rabbit_tasks.errors import (
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.management import Management
 from rabbit_tasks.plan import PRUNE, not_ours, stale_names
+from rabbit_tasks.publisher import Publisher
 from rabbit_tasks.settings import Settings
 from rabbit_tasks.topology import waiting_for
 

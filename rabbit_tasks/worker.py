@@ -34,7 +34,6 @@ from rabbit_tasks.broker import (
     LOST,
     RPC_TIMEOUT,
     Connection,
-    Publisher,
     connect,
     is_cancelled,
     words,
@@ -58,6 +57,7 @@ from rabbit_tasks.errors import (
 )
 from rabbit_tasks.history import failure_of
 from rabbit_tasks.isolation import Children
+from rabbit_tasks.publisher import Publisher
 from rabbit_tasks.repeats import Repeats
 from rabbit_tasks.settings import Settings
 from rabbit_tasks.topology import topology_of

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from rabbit_tasks.app import App
-from rabbit_tasks.broker import Connection, Publisher, connect
+from rabbit_tasks.broker import Connection, connect
 from rabbit_tasks.declare import declare
+from rabbit_tasks.publisher import Publisher
 from rabbit_tasks.settings import Settings
 from tests.support.brokers import Broker, any_broker
 from tests.support.inprocess import Running

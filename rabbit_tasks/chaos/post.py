@@ -8,10 +8,10 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
-from rabbit_tasks.broker import Publisher
 from rabbit_tasks.chaos.app import Task
 from rabbit_tasks.chaos.plan import Plan
 from rabbit_tasks.errors import PublishError, Unroutable
+from rabbit_tasks.publisher import Publisher
 
 WINDOW: Final = 100
 """Publishes on their way at once."""

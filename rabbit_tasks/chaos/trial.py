@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 import aiormq.exceptions as amqp
 
-from rabbit_tasks.broker import LOST, Publisher
+from rabbit_tasks.broker import LOST
 from rabbit_tasks.chaos import ledger
 from rabbit_tasks.chaos.account import Account, Hurt, Known, account
 from rabbit_tasks.chaos.fleet import Fleet
@@ -25,6 +25,7 @@ from rabbit_tasks.chaos.post import Post
 from rabbit_tasks.chaos.queues import Queues
 from rabbit_tasks.durations import duration_text
 from rabbit_tasks.errors import ConnectError, RabbitTasksError
+from rabbit_tasks.publisher import Publisher
 from rabbit_tasks.settings import Settings
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.errors import ConfigurationError, MalformedBody, RabbitTasksError
 
 if TYPE_CHECKING:
-    from rabbit_tasks.broker import Publisher
+    from rabbit_tasks.publisher import Publisher
     from rabbit_tasks.settings import Settings
 
 _CHUNK: Final = 200
@@ -118,8 +118,8 @@ async def _publish(
     headers: dict[str, str],
     message_id: str | None,
 ) -> None:
-    from rabbit_tasks.broker import Publisher
     from rabbit_tasks.cli.progress import counting
+    from rabbit_tasks.publisher import Publisher
 
     count = 0
     common: dict[str, Any] = {

@@ -17,13 +17,14 @@ from rich.console import Console
 from rich.text import Text
 
 from rabbit_tasks import parking
-from rabbit_tasks.broker import Connection, Publisher, connected
+from rabbit_tasks.broker import Connection, connected
 from rabbit_tasks.declare import declare
 from rabbit_tasks.demo import ImageUploaded, ResizeImage, app, need_pillow, samples
 from rabbit_tasks.demo.display import Display, Journey
 from rabbit_tasks.demo.worker import WorkerProcess
 from rabbit_tasks.errors import RabbitTasksError
 from rabbit_tasks.parking import ParkedMessage
+from rabbit_tasks.publisher import Publisher
 from rabbit_tasks.settings import Settings
 from rabbit_tasks.text import one_line
 

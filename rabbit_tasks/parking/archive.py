@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, BinaryIO, Final
 
-from rabbit_tasks.broker import ALONE_FROM, Connection, Publisher
+from rabbit_tasks.broker import Connection
 from rabbit_tasks.errors import ParkingError, PublishError
 from rabbit_tasks.frames import mark
 from rabbit_tasks.parking.foreign import refuse_main
@@ -36,6 +36,7 @@ from rabbit_tasks.parking.look import Moved, taking
 from rabbit_tasks.parking.parked import Choose, ParkedMessage, kept
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.publisher import ALONE_FROM, Publisher
 from rabbit_tasks.text import one_line
 
 VERSION: Final = 1

@@ -15,12 +15,7 @@ import aiormq.exceptions as amqp
 from aiormq.abc import DeliveredMessage
 
 from rabbit_tasks import history
-from rabbit_tasks.broker import (
-    ALONE_FROM,
-    RPC_TIMEOUT,
-    Connection,
-    Publisher,
-)
+from rabbit_tasks.broker import RPC_TIMEOUT, Connection
 from rabbit_tasks.errors import ConnectError, ParkingError, PublishError
 from rabbit_tasks.parking import staging
 from rabbit_tasks.parking.look import Moved, Taken, taking
@@ -28,6 +23,7 @@ from rabbit_tasks.parking.parked import Choose, ParkedMessage, identity
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.parking.staging import Resumed, Staging, explained, staging_queue
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.publisher import ALONE_FROM, Publisher
 from rabbit_tasks.topology import replaying_queue
 
 ALONE: Final = 32

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from rabbit_tasks import Settings
-from rabbit_tasks.broker import Publisher
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.publisher import Publisher
 from tests.acceptance.test_cli import Lot as FewLot
 from tests.acceptance.test_cli import process
 from tests.support.brokers import ROOT, Broker

@@ -32,11 +32,12 @@ from aiormq.channel import Channel
 from pamqp.commands import Basic
 
 from rabbit_tasks import App, Consumer, Message, Park, RetryPolicy, Settings, declare, history
-from rabbit_tasks import broker as broker_module
 from rabbit_tasks import delivery as delivery_module
 from rabbit_tasks import message as names
+from rabbit_tasks import publisher as publisher_module
 from rabbit_tasks import worker as worker_module
 from rabbit_tasks.errors import ConnectError
+from rabbit_tasks.frames import Tap
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.topology import PARKING_LOT, parked_queue, topology_of
 from rabbit_tasks.worker import Worker
@@ -254,6 +255,8 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
         self.line = line
         self.unacked: dict[int, Letter] = {}
         self.tags = itertools.count(1)
+        self.number = len(line.pipes) + 1
+        self.published = itertools.count(1)
         self.on_consumer_cancel_callbacks: set[Callable[[Any], Any]] = set()
         self.waiting: set[asyncio.Future[Any]] = set()
         self._closed: asyncio.Future[Any] = line.process.loop.create_future()
@@ -348,22 +351,30 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
     async def basic_reject(self, tag: int, **_: Any) -> Any:
         self._tell(lambda: self.line.broker.reject(self, tag))
 
-    async def basic_publish(
-        self, body: bytes, *, exchange: str, routing_key: str, properties: Any, **_: Any
-    ) -> Any:
-        def publish() -> Any:
-            decoded = Properties.decode(properties.marshal())
-            queue = self.line.broker.publish(exchange, routing_key, body, decoded)
-            if queue is None:
-                returned = SimpleNamespace(
-                    delivery=Basic.Return(312, "NO_ROUTE", exchange, routing_key)
-                )
-                return amqp.PublishError(returned, None)  # type: ignore[arg-type]
-            if queue.full:
-                return amqp.DeliveryError(None, Basic.Nack(1))
-            return ... if queue.mute else None
+    async def rpc(self, _: Any, **__: Any) -> Any:
+        return await self.ask(lambda: None)
 
-        return await self.ask(publish)
+    def publish(self, exchange: str, key: str, properties: bytes, body: bytes) -> None:
+        """Written here; its answers come as frames, as those of a real broker do."""
+        tag = next(self.published)
+
+        def publish() -> None:
+            decoded = Properties.decode(properties)
+            queue = self.line.broker.publish(exchange, key, body, decoded)
+            frames = []
+            if queue is None:
+                returned = Basic.Return(312, "NO_ROUTE", exchange, key)
+                size = len(body).to_bytes(8, "big")
+                frames += [(1, _method(50, returned)), (2, bytes(4) + size + properties + b"\xce")]
+                frames += [(3, body + b"\xce")] if body else []
+            if queue is None or not queue.mute:
+                is_full = queue is not None and queue.full
+                answer = _method(120, Basic.Nack(tag)) if is_full else _method(80, Basic.Ack(tag))
+                frames.append((1, answer))
+            for kind, payload in frames:
+                self.line.into.append(partial(self.line.taps[self], kind, payload))
+
+        self._tell(publish)
 
     async def close(self, *_: Any, **__: Any) -> None:
         with suppress(amqp.ChannelInvalidStateError):
@@ -399,6 +410,22 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
             callback(None)
 
 
+def _method(number: int, arguments: Any) -> bytes:
+    """Of the basic class, as it goes on the wire, with its end mark."""
+    return b"\x00\x3c" + number.to_bytes(2, "big") + bytes(arguments.marshal()) + b"\xce"
+
+
+def _one_publish(frames: bytes) -> tuple[int, list[bytes], bytes]:
+    """The channel of the first, the payloads of its frames, and what is left."""
+    payloads: list[bytes] = []
+    at = 0
+    while at < len(frames) and (not payloads or frames[at] != 1):
+        end = at + 7 + int.from_bytes(frames[at + 3 : at + 7], "big")
+        payloads.append(frames[at + 7 : end])
+        at = end + 1
+    return int.from_bytes(frames[1:3], "big"), payloads, frames[at:]
+
+
 def _settle(future: asyncio.Future[Any], answer: Any) -> None:
     if not future.done():
         if isinstance(answer, BaseException):
@@ -413,6 +440,8 @@ class Line:
     frame_max = 131_072
     channel_max = 2_047
     is_blocked = False
+    free_since = 0.0
+    unsent = 0
     close_reason = None
     address = None
 
@@ -427,6 +456,7 @@ class Line:
         self.is_down = False
         """As the broker sees it."""
         self.pipes: list[Pipe] = []
+        self.taps: dict[Pipe, Tap] = {}
 
     async def open(self, *, confirms: bool = False) -> Pipe:
         if self.is_lost:
@@ -435,6 +465,19 @@ class Line:
         self.pipes.append(pipe)
         await pipe.ask(lambda: None)
         return pipe
+
+    def tap(self, pipe: Pipe, tap: Tap) -> None:
+        self.taps[pipe] = tap
+
+    def write(self, frames: bytes) -> None:
+        """Publishes: of each a method, a header, and a body where it has one."""
+        while frames:
+            number, (method, header, *body), frames = _one_publish(frames)
+            sent = Basic.Publish()
+            sent.unmarshal(method[4:])
+            pipe = self.pipes[number - 1]
+            if not pipe.is_closed:
+                pipe.publish(sent.exchange, sent.routing_key, header[12:], b"".join(body))
 
     async def unblocked(self) -> None: ...
 
@@ -898,11 +941,11 @@ def imagining() -> Iterator[Callable[[World], None]]:
     clock = SimpleNamespace(monotonic=now, time=now, perf_counter=now)
     with (
         patch.object(worker_module, "connect", connect),
-        patch.object(broker_module, "connect", connect),
+        patch.object(publisher_module, "connect", connect),
         patch.object(declare, "missing", missing),
         patch.object(worker_module, "Watchdog", lambda *_: SimpleNamespace(start=int, stop=int)),
         patch.object(worker_module, "time", clock),
         patch.object(delivery_module, "time", clock),
-        patch.object(broker_module, "time", clock),
+        patch.object(publisher_module, "time", clock),
     ):
         yield worlds.append

@@ -22,6 +22,8 @@ FLOORS = [
     {"worker", "testing", "supervisor", "plan", "migration"},
     {"delivery", "parking", "pour", "watchdog", "deadline"},
     {"declare"},
+    {"publisher"},
+    {"confirms"},
     {"handler", "isolation", "broker", "repeats", "management"},
     {"frames", "process"},
     # ----- nothing below imports aio_pika -----

@@ -13,10 +13,10 @@ from aiormq.channel import Channel
 
 from rabbit_tasks import Consumer, Done, Message, RetryPolicy
 from rabbit_tasks import message as names
-from rabbit_tasks.broker import Publisher
 from rabbit_tasks.delivery import Delivery, DeliveryLost, Handling
 from rabbit_tasks.observer import Settled
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.publisher import Publisher
 from tests.conftest import eventually
 
 WHEN = datetime(2026, 1, 1, tzinfo=UTC)

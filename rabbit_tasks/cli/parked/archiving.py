@@ -127,9 +127,9 @@ async def _import(
     settings: Settings, queue: ParkingQueue, lines: BinaryIO, total: int, imported: Imported
 ) -> None:
     from rabbit_tasks import parking
-    from rabbit_tasks.broker import Publisher
     from rabbit_tasks.cli.progress import going
     from rabbit_tasks.parking.archive import read
+    from rabbit_tasks.publisher import Publisher
 
     with going("importing") as progress:
         progress.began(total)

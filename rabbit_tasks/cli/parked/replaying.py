@@ -26,10 +26,11 @@ from rabbit_tasks.text import escaped, one_line
 
 if TYPE_CHECKING:
     from rabbit_tasks.app import App
-    from rabbit_tasks.broker import Connection, Publisher
+    from rabbit_tasks.broker import Connection
     from rabbit_tasks.cli.progress import Going
     from rabbit_tasks.parking import Choice, ParkedMessage, ParkingQueue
     from rabbit_tasks.parking.replaying import Replayed
+    from rabbit_tasks.publisher import Publisher
     from rabbit_tasks.settings import Settings
 
 
@@ -164,8 +165,9 @@ async def _replay(
     went: Counter[str],
 ) -> Replayed:
     from rabbit_tasks.app import find_app, is_given
-    from rabbit_tasks.broker import Publisher, connected, is_cancelled
+    from rabbit_tasks.broker import connected, is_cancelled
     from rabbit_tasks.cli.progress import going
+    from rabbit_tasks.publisher import Publisher
 
     app = find_app(given.app) if given.app or is_given() else None
     loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
