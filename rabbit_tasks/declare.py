@@ -22,6 +22,7 @@ from aiormq.channel import Channel
 
 from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, words
 from rabbit_tasks.errors import ConnectError, Forbidden, TopologyError
+from rabbit_tasks.text import quoted, to_type
 from rabbit_tasks.topology import Arguments, Binding, Exchange, Queue, Topology
 
 COMMAND: Final = "rabbit-tasks topology declare"
@@ -51,10 +52,15 @@ class Difference:
     def is_missing(self) -> bool:
         return self.what == "missing"
 
+    @property
+    def says(self) -> str:
+        """What stands behind its name, without the remedy."""
+        return (
+            "missing" if self.is_missing else f"{self.what} is {self.found}, wanted {self.wanted}"
+        )
+
     def __str__(self) -> str:
-        if self.is_missing:
-            return f"{self.name}: missing; {self.remedy}"
-        return f"{self.name}: {self.what} is {self.found}, wanted {self.wanted}; {self.remedy}"
+        return f"{quoted(self.name)}: {self.says}; {self.remedy}"
 
 
 async def check(connection: Connection, topology: Topology) -> list[Difference]:
@@ -153,7 +159,7 @@ async def look(by: Connection | Questions, name: str) -> tuple[int, int] | None:
             return None
         except amqp.ChannelLockedResource:
             raise TopologyError(
-                f"{name}: an exclusive queue of another connection; {_owner(questions)}"
+                f"{quoted(name)}: an exclusive queue of another connection; {_owner(questions)}"
             ) from None
     return found
 
@@ -183,7 +189,7 @@ async def _compare_queue(questions: Questions, queue: Queue) -> list[Difference]
         return [_missing(queue.name)]
     remedy = (
         "it cannot be changed in place: set it back in the consumer class, or make it anew with its "
-        f"messages: rabbit-tasks topology migrate {shlex.quote(queue.name)}"
+        f"messages: {to_type('topology migrate', queue.name)}"
     )
     arguments: Arguments = dict(queue.arguments)
     found: dict[str, Difference] = {}
@@ -307,19 +313,21 @@ class Questions:
             await call(self._channel)
         except amqp.ChannelAccessRefused as error:
             raise Forbidden(
-                f"{name}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}",
+                f"{quoted(name)}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}",
                 words(error),
             ) from None
         except TimeoutError:
             raise ConnectError(
-                f"{name}: the broker did not answer within {RPC_TIMEOUT:g} s; it may lack a majority "
+                f"{quoted(name)}: the broker did not answer within {RPC_TIMEOUT:g} s; it may lack a "
+                "majority "
                 "of its nodes: rabbitmq-diagnostics cluster_status"
             ) from None
         except LOST as error:
             if connection.is_lost:
                 close = connection.close_reason
                 raise ConnectError(
-                    f"{name}: connection lost" + (f": {close[0]} {close[1]}" if close else "")
+                    f"{quoted(name)}: connection lost"
+                    + (f": {close[0]} {close[1]}" if close else "")
                 ) from None
             raise error
 
@@ -330,7 +338,7 @@ async def _create(questions: Questions, name: str, call: Call) -> None:
         await questions.ask(name, call)
     except amqp.AMQPError as error:
         raise TopologyError(
-            f"{name}: {words(error)}; what is there now: rabbit-tasks topology check"
+            f"{quoted(name)}: {words(error)}; what is there now: rabbit-tasks topology check"
         ) from None
 
 

@@ -41,6 +41,7 @@ from rabbit_tasks.policies import Policy, applying
 from rabbit_tasks.pour import Pour
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.settings import Settings
+from rabbit_tasks.text import quoted, to_type
 from rabbit_tasks.topology import Binding, Queue, Topology
 
 AGE: Final = 2.0
@@ -102,7 +103,7 @@ class Migration:
 
     def steps(self) -> list[str]:
         """For people: what is done, in order."""
-        name, holding = self.queue.name, self.holding
+        name, holding = quoted(self.queue.name), quoted(self.holding)
         steps = []
         if self.stage == "away":
             steps.append(f"move its messages, {self.messages} now, to {holding}")
@@ -122,7 +123,8 @@ class Migration:
         if self.stage not in ("away", "between", "back"):
             return []
         notes = [
-            f"the binding from {one.exchange} with key {one.key!r} leads to {self.holding} meanwhile"
+            f"the binding from {one.exchange} with key {one.key!r} leads to {quoted(self.holding)} "
+            "meanwhile"
             for one in self.bindings
         ]
         if self.queue.role in ("retry", "crashed"):
@@ -162,18 +164,25 @@ def stage_of(*, is_there: bool, differs: bool, is_held: bool) -> Stage:
     return "back" if is_held else "done"
 
 
+def holding_name(name: str) -> str:
+    """Of the queue where the messages of this one wait."""
+    holding = f"{name}.migrating"
+    if len(holding) <= 255:
+        return holding
+    digest = hashlib.blake2s(name.encode(), digest_size=6).hexdigest()
+    return f"{name[:200]}.{digest}.migrating"
+
+
 def holding_queue(topology: Topology, name: str) -> Queue:
     """Where the messages of a queue wait: it loses none by itself.
 
     What a policy may make it give up (a time limit) goes home as a dead letter.
     """
-    holding = f"{name}.migrating"
-    if len(holding) > 255:
-        digest = hashlib.blake2s(name.encode(), digest_size=6).hexdigest()
-        holding = f"{name[:200]}.{digest}.migrating"
+    holding = holding_name(name)
     if any(queue.name == holding for queue in topology.queues):
         raise ConfigurationError(
-            f"{holding} is a queue of the app, and where the messages of {name} would wait; give "
+            f"{quoted(holding)} is a queue of the app, and where the messages of {quoted(name)} "
+            "would wait; give "
             "that consumer another queue"
         )
     return Queue(holding, "parked", name, {
@@ -240,13 +249,13 @@ def _obstacles(migration: Migration) -> Iterable[str]:
     name = migration.queue.name
     for one in migration.differences:
         if one.what == "exclusive":
-            yield f"{name} is exclusive and goes with the connection that declared it"
+            yield f"{quoted(name)} is exclusive and goes with the connection that declared it"
         elif one.what == "auto_delete":
-            yield f"{name} is auto-delete: it would go, with its messages, with its last consumer"
+            yield f"{quoted(name)} is auto-delete: it goes, with its messages, with its last consumer"
         elif not one.what.startswith("x-") and one.what != "durable":
             yield str(one)
     if migration.kind not in ("classic", "quorum"):
-        yield f"{name} is a {migration.kind} queue, from which nothing can be taken"
+        yield f"{quoted(name)} is a {migration.kind} queue, from which nothing can be taken"
 
 
 async def _first_the_others(connection: Connection, topology: Topology, queue: Queue) -> list[str]:
@@ -254,7 +263,8 @@ async def _first_the_others(connection: Connection, topology: Topology, queue: Q
     if queue.role != "main":
         return []
     return [
-        f"{one.name} differs as well, and may lose what is due while {queue.name} is not there; "
+        f"{quoted(one.name)} differs as well, and may lose what is due while {quoted(queue.name)} "
+        "is not there; "
         f"first: {command(one.name)}"
         for one in topology.queues
         if one.main == queue.name and one.role in ("retry", "crashed")
@@ -299,7 +309,7 @@ async def _unseen(management: Management, name: str) -> list[str]:
     while True:
         row = await management.get("queues", management.vhost, name) or {}
         found = [
-            f"{name}: {row[key]} messages are {what}"
+            f"{quoted(name)}: {row[key]} messages are {what}"
             for key, what in (
                 ("messages_unacknowledged", "in the hands of somebody who has stopped consuming"),
                 ("messages_dlx", "dead letters that their exchange does not take; mend that first"),
@@ -312,9 +322,9 @@ async def _unseen(management: Management, name: str) -> list[str]:
         await asyncio.sleep(_PAUSE)
 
 
-def command(name: str) -> str:
+def command(name: str, *options: str) -> str:
     """What to type."""
-    return f"rabbit-tasks topology migrate {shlex.quote(name)}"
+    return to_type("topology migrate", name, *options)
 
 
 # --- do -----------------------------------------------------------------------------------------
@@ -345,7 +355,7 @@ async def migrate(
         publishing = await stack.enter_async_context(connected(settings, "topology migrate"))
         run = _Run(consuming, publishing, settings, topology, told, waits)
         with _explained(consuming, name):
-            await stack.enter_async_context(_alone(consuming, f"{name}.migrating"))
+            await stack.enter_async_context(_alone(consuming, name))
             found = await survey(consuming, topology, name, Management.of(settings))
             refuse(found, forget_bindings=forget_bindings)
             if found.stage == "away":
@@ -361,13 +371,13 @@ def refuse(migration: Migration, *, forget_bindings: bool) -> None:
     """TopologyError where it must not begin; in a line for each reason."""
     name = migration.queue.name
     if migration.stage == "missing":
-        raise TopologyError(f"{name}: missing; create it: {declare.COMMAND}")
+        raise TopologyError(f"{quoted(name)}: missing; create it: {declare.COMMAND}")
     if migration.stage == "done":
         return
     reasons = list(migration.obstacles)
     if not migration.is_seen and not forget_bindings:
         reasons.append(
-            f"{name}: AMQP does not tell which bindings it has, and they go with it; set "
+            f"{quoted(name)}: AMQP does not tell which bindings it has, and they go with it; set "
             "RABBIT_TASKS_MANAGEMENT_URL, or say --forget-bindings where there are none but the app's"
         )
     if reasons:
@@ -447,13 +457,14 @@ class _Run:
             now = self._loop.time()
             if deadline is None:
                 deadline = now + (wait.total_seconds() if wait else PATIENCE)
-                self._waits(f"for {SILENCE:g} s in which nobody publishes to {name}")
+                self._waits(f"for {SILENCE:g} s in which nobody publishes to {quoted(name)}")
             if now > deadline:
                 raise TopologyError(
-                    f"{name}: somebody still publishes to it, and what reaches the broker while it "
+                    f"{quoted(name)}: somebody still publishes to it, and what reaches the broker "
+                    "while it "
                     f"deletes a queue is lost; pause the publishers for {SILENCE + 1:g} s, or wait "
-                    f"longer for a pause of theirs: {command(name)} --wait 10m (what was moved is "
-                    f"safe in {found.holding}, and running it again goes on)"
+                    f"longer for a pause of theirs: {command(name, '--wait', '10m')} (what was moved is "
+                    f"safe in {quoted(found.holding)}, and running it again goes on)"
                 )
         for one in found.bindings:
             await self._bind(found.holding, one)
@@ -465,8 +476,9 @@ class _Run:
         ready, consumers = await declare.look(self._consuming, name) or (0, 0)
         if consumers > 1:
             raise TopologyError(
-                f"{name}: {consumers - 1} consumer(s) came meanwhile; stop them and run it again: "
-                f"{command(name)} (what was moved is safe in {found.holding})"
+                f"{quoted(name)}: {consumers - 1} consumer(s) came meanwhile; stop them and run it "
+                "again: "
+                f"{command(name)} (what was moved is safe in {quoted(found.holding)})"
             )
         if ready or pour.quiet < SILENCE:
             return False
@@ -500,12 +512,13 @@ class _Run:
         while (there := await declare.look(self._consuming, name)) and there[1]:
             if self._loop.time() >= deadline:
                 raise TopologyError(
-                    f"{name}: {there[1]} consumer(s) are attached; stop them, or have it wait for "
-                    f"them: {command(name)} --wait 10m; who: rabbitmqctl list_consumers "
+                    f"{quoted(name)}: {there[1]} consumer(s) are attached; stop them, or have it "
+                    "wait for "
+                    f"them: {command(name, '--wait', '10m')}; who: rabbitmqctl list_consumers "
                     f"-p {shlex.quote(self._consuming.vhost)}"
                 )
             if not told:
-                self._waits(f"for {there[1]} consumer(s) of {name} to leave")
+                self._waits(f"for {there[1]} consumer(s) of {quoted(name)} to leave")
                 told = True
             await asyncio.sleep(_PAUSE)
 
@@ -624,12 +637,12 @@ async def _answered(call: Awaitable[object]) -> None:
 
 
 @asynccontextmanager
-async def _alone(connection: Connection, holding: str) -> AsyncIterator[None]:
+async def _alone(connection: Connection, name: str) -> AsyncIterator[None]:
     """Nobody else migrates this queue: an exclusive one is ours, and goes with our connection.
 
     Without the permission to create that one, the counts of consumers must do.
     """
-    lock = f"{holding}.lock"[-255:]
+    lock = f"{holding_name(name)}.lock"[-255:]
     deadline = asyncio.get_running_loop().time() + PATIENCE
     channel = None
     while channel is None:
@@ -642,8 +655,7 @@ async def _alone(connection: Connection, holding: str) -> AsyncIterator[None]:
             # (One that was killed may still be on the broker's list for a moment.)
             if asyncio.get_running_loop().time() > deadline:
                 raise TopologyError(
-                    f"somebody else migrates {holding.removesuffix('.migrating')}; look again when "
-                    "they are done"
+                    f"somebody else migrates {quoted(name)}; look again when they are done"
                 ) from None
             channel = None
             await asyncio.sleep(_PAUSE)
@@ -659,7 +671,7 @@ async def _alone(connection: Connection, holding: str) -> AsyncIterator[None]:
 @contextmanager
 def _explained(connection: Connection, name: str) -> Iterator[None]:
     """What goes wrong on the way, in a line that says where the messages are and how to go on."""
-    safe = f"every message is in {name} or {name}.migrating; go on: {command(name)}"
+    safe = f"every message is in {quoted(name)} or {quoted(holding_name(name))}; go on: {command(name)}"
     try:
         yield
     except PublishError as error:
@@ -668,18 +680,18 @@ def _explained(connection: Connection, name: str) -> Iterator[None]:
         raise ConnectError(f"{error}; {safe}", permanent=error.permanent) from error
     except amqp.ChannelAccessRefused as error:
         raise TopologyError(
-            f"{name}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
+            f"{quoted(name)}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
         ) from None
     except TimeoutError:
-        raise ConnectError(f"{name}: the broker did not answer in time; {safe}") from None
+        raise ConnectError(f"{quoted(name)}: the broker did not answer in time; {safe}") from None
     except asyncio.CancelledError:
         if is_cancelled():
             raise
-        raise ConnectError(f"{name}: connection lost; {safe}") from None
+        raise ConnectError(f"{quoted(name)}: connection lost; {safe}") from None
     except amqp.ChannelNotFoundEntity as error:
-        raise TopologyError(f"{name}: {words(error)}; {safe}") from None
+        raise TopologyError(f"{quoted(name)}: {words(error)}; {safe}") from None
     except (*LOST, amqp.AMQPError) as error:
-        raise ConnectError(f"{name}: connection lost ({words(error)}); {safe}") from None
+        raise ConnectError(f"{quoted(name)}: connection lost ({words(error)}); {safe}") from None
 
 
 # --- properties ---------------------------------------------------------------------------------

@@ -26,16 +26,10 @@ from rabbit_tasks.broker import RPC_TIMEOUT, Connection
 from rabbit_tasks.declare import COMMAND, Difference, Questions
 from rabbit_tasks.errors import ConfigurationError, Forbidden, ManagementError, TopologyError
 from rabbit_tasks.management import Management
-from rabbit_tasks.policies import Policy, applying, changes
-from rabbit_tasks.topology import (
-    PARKING_LOT,
-    Binding,
-    Exchange,
-    Queue,
-    Topology,
-    waiting_for,
-    waiting_queue,
-)
+from rabbit_tasks.policies import Change, Policy, applying, changes
+from rabbit_tasks.stale import not_ours, removed_names, stale_names
+from rabbit_tasks.text import quoted
+from rabbit_tasks.topology import PARKING_LOT, Binding, Exchange, Queue, Topology, waiting_for
 
 PRUNE: Final = f"{COMMAND} --prune"
 BY_MANAGEMENT: Final = "bindings, policies, limits, queues that no lock file names"
@@ -73,6 +67,10 @@ class Step:
     remedy: str = ""
     messages: int | None = None
     """In a stale or removed queue, those on their way out of it included, as far as is known."""
+    argument: str = ""
+    """That differs."""
+    loses: bool = False
+    """Whether a policy loses messages, or what a main queue holds is parked without being handled."""
 
     @property
     def is_due(self) -> bool:
@@ -112,10 +110,12 @@ async def plan(
     topology: Topology,
     management: Management | None = None,
     *,
+    queues: list[dict[str, Any]] | None = None,
     exported: str | None = None,
 ) -> list[Step]:
     """What declare would do, and what stands in the way. Creates and changes nothing.
 
+    `queues` is what the management API has just told of them, where somebody has asked already;
     `exported` is the text of the lock file. ConfigurationError where it is none; ConnectError where
     the broker does not answer.
     """
@@ -125,7 +125,7 @@ async def plan(
     if management is None:
         facts.unseen.append((BY_MANAGEMENT, "RABBIT_TASKS_MANAGEMENT_URL is not set"))
     else:
-        await _ask(management, facts)
+        await _ask(management, facts, queues)
     await _look_at_others(connection, topology, facts)
     return decide(topology, facts)
 
@@ -141,31 +141,6 @@ def exported_queues(text: str | None) -> frozenset[str]:
             "the lock file has no queues in RabbitMQ's definitions format; write it anew: "
             "rabbit-tasks topology export"
         ) from None
-
-
-def stale_names(topology: Topology, names: Iterable[str]) -> list[str]:
-    """Those of retry and crashed queues that serve a main queue of the topology and are not its."""
-    ours = {queue.name for queue in topology.queues}
-    mains = {queue.main for queue in topology.queues}
-    return sorted(name for name in names if name not in ours and waiting_for(name) in mains)
-
-
-def not_ours(name: str, row: Mapping[str, Any]) -> str | None:
-    """Why a queue with the name of a retry queue is none of ours, of whatever policy; None where it
-    may well be. `row` is what the management API tells of it."""
-    wanted = queue.arguments if (queue := waiting_queue(name)) else {}
-    found = dict(row.get("arguments") or {})
-    if wanted == found and wanted:
-        return None
-    differs = sorted(key for key in {*wanted, *found} if wanted.get(key) != found.get(key))
-    return f"declared as none of ours ever was ({', '.join(differs) or 'its name'}): whose is it?"
-
-
-def removed_names(topology: Topology, exported: Iterable[str]) -> list[str]:
-    """Those in a lock file that serve no main queue of the topology."""
-    ours = {queue.name for queue in topology.queues}
-    mains = {queue.main for queue in topology.queues}
-    return sorted(name for name in exported if name not in ours and waiting_for(name) not in mains)
 
 
 # --- decisions ----------------------------------------------------------------------------------
@@ -196,8 +171,10 @@ def _objects(topology: Topology, facts: Facts) -> Iterable[Step]:
             if difference.is_missing:
                 yield Step("create", part.name, f"{kind} is missing", difference.remedy)
             else:
-                says = f"{difference.what} is {difference.found}, wanted {difference.wanted}"
-                yield Step("differs", part.name, says, difference.remedy)
+                yield Step(
+                    "differs", part.name, difference.says, difference.remedy,
+                    argument=difference.what,
+                )  # fmt: skip
         if not found[part.name] and part.name not in facts.uncompared:
             yield Step("keep", part.name, f"{kind} as it should be")
 
@@ -238,11 +215,11 @@ def _bindings(topology: Topology, facts: Facts) -> Iterable[Step]:
 def _stale(topology: Topology, facts: Facts) -> Iterable[Step]:
     for name in stale_names(topology, facts.others):
         row = (facts.queues or {}).get(name)
-        if row is not None and (wrong := not_ours(name, row)) is not None:
+        if row is not None and (wrong := not_ours(name, row, facts.bindings or ())) is not None:
             yield Step("note", name, f"has the name of a retry queue of ours, but is {wrong}")
             continue
         messages = _messages(name, facts)
-        main = waiting_for(name)
+        main = quoted(waiting_for(name) or name)
         if not messages:
             says, remedy = "of an older policy, and empty", f"remove it: {PRUNE}"
         else:
@@ -280,7 +257,7 @@ def _count(messages: int) -> str:
 def _policies(topology: Topology, facts: Facts) -> Iterable[Step]:
     if facts.policies is None:
         return
-    found: defaultdict[tuple[Policy, str], list[str]] = defaultdict(list)
+    found: defaultdict[tuple[Policy, Change], list[str]] = defaultdict(list)
     for is_operators in (False, True):
         policies = [one for one in facts.policies if one.is_operators == is_operators]
         for queue in topology.queues:
@@ -290,16 +267,17 @@ def _policies(topology: Topology, facts: Facts) -> Iterable[Step]:
         for exchange in topology.exchanges:
             policy = _policy_of(exchange.name, policies, facts.exchanges, "exchange")
             if policy and (other := policy.definition.get("alternate-exchange")):
-                change = (
+                change = Change(
                     f"what has no parking queue goes to exchange {other!r}, as if it were parked"
                 )
                 found[policy, change].append(exchange.name)
     for (policy, change), names in found.items():
         clear = "clear_operator_policy" if policy.is_operators else "clear_policy"
         yield Step(
-            "policy", policy.name, f"{policy.kind} on {_some(names)}: {change}",
+            "policy", policy.name, f"{policy.kind} on {_some(names)}: {change.says}",
             f"narrow its pattern {policy.pattern!r}, or: rabbitmqctl {clear} -p "
             f"{shlex.quote(facts.vhost)} {shlex.quote(policy.name)}",
+            loses=change.loses,
         )  # fmt: skip
 
 
@@ -333,7 +311,7 @@ def _policy_of(
 
 def _some(names: list[str]) -> str:
     more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(map(quoted, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 def _limits(facts: Facts) -> Iterable[Step]:
@@ -415,7 +393,7 @@ async def _try_permissions(connection: Connection, topology: Topology, facts: Fa
     The broker looks at permissions before it looks at what is wrong with the request (3.10 to 4.3):
     so it is asked for what it refuses, and nothing is published or consumed.
     """
-    refused = facts.refused["a worker"] = []
+    refused = facts.refused["work"] = []
     mains = [queue.name for queue in topology.queues if queue.role == "main"]
     asked: list[tuple[str, Callable[[Channel], Coroutine[Any, Any, None]]]] = [
         *((main, partial(_consume_nothing, queue=main)) for main in mains),
@@ -445,7 +423,7 @@ async def _write_nothing(channel: Channel, exchange: str) -> None:
     await channel.exchange_unbind(destination=exchange, source="", timeout=RPC_TIMEOUT)
 
 
-async def _ask(management: Management, facts: Facts) -> None:
+async def _ask(management: Management, facts: Facts, queues: list[dict[str, Any]] | None) -> None:
     vhost = facts.vhost
 
     async def ask(about: str, *path: str) -> list[dict[str, Any]] | None:
@@ -456,13 +434,14 @@ async def _ask(management: Management, facts: Facts) -> None:
             return None
 
     facts.api = management.url
-    queues = await ask(BY_MANAGEMENT, "queues", vhost)
+    if queues is None:
+        queues = await ask(BY_MANAGEMENT, "queues", vhost)
     if queues is None:
         return  # nor would it answer the rest
     facts.queues = {str(row.get("name")): row for row in queues}
     exchanges, bindings, policies, operators, limits, vhosts = await asyncio.gather(
         ask("exchanges", "exchanges", vhost),
-        ask("bindings", "exchanges", vhost, PARKING_LOT, "bindings", "source"),
+        ask("bindings", "bindings", vhost),
         ask("policies", "policies", vhost),
         ask("operator policies", "operator-policies", vhost),
         ask("limits of the virtual host", "vhost-limits", vhost),

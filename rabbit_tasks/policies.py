@@ -89,8 +89,17 @@ def applying(
     return max(found, key=lambda one: one.priority, default=None)
 
 
-def changes(queue: Queue, definition: Mapping[str, Any]) -> list[str]:
-    """What a policy of this definition makes of a queue of ours, in words that follow its name."""
+@dataclass(frozen=True)
+class Change:
+    """What a policy makes of a queue of ours, in words that follow its name."""
+
+    says: str
+    loses: bool = False
+    """Whether messages are lost, or parked without being handled."""
+
+
+def changes(queue: Queue, definition: Mapping[str, Any]) -> list[Change]:
+    """All that a policy of this definition makes of a queue of ours."""
     numbers = {
         key: value
         for key, value in definition.items()
@@ -103,66 +112,70 @@ def changes(queue: Queue, definition: Mapping[str, Any]) -> list[str]:
     ]
     overflow = definition.get("overflow", "reject-publish")
     if queue.role != "parked" and overflow != "reject-publish":
-        found.append(
-            f"its dead letters are moved at most once and may be lost (overflow: {overflow})"
-        )
+        says = f"its dead letters are moved at most once and may be lost (overflow: {overflow})"
+        found.append(Change(says, loses=True))
     return found
 
 
-def _by_time(queue: Queue, numbers: Mapping[str, int]) -> Iterable[str]:
+def _by_time(queue: Queue, numbers: Mapping[str, int]) -> Iterable[Change]:
     ttl = numbers.get("message-ttl")
     if ttl is not None:
         own = queue.arguments.get("x-message-ttl")
         told = f"{_time(ttl)} (message-ttl: {ttl})"
         if queue.role == "main":
-            yield f"messages that wait there for {told} are parked without being handled"
+            yield Change(
+                f"messages that wait there for {told} are parked without being handled", loses=True
+            )
         elif queue.role == "parked":
-            yield f"parked messages are lost after {told}"
+            yield Change(f"parked messages are lost after {told}", loses=True)
         elif isinstance(own, int) and ttl < own:
-            yield f"messages wait there for {told}, less than it was declared with"
+            yield Change(f"messages wait there for {told}, less than it was declared with")
     if (expires := numbers.get("expires")) is not None:
         told = f"{_time(expires)} (expires: {expires})"
-        yield f"it is deleted with its messages when nobody uses it for {told}"
+        yield Change(f"it is deleted with its messages when nobody uses it for {told}", loses=True)
 
 
-def _by_length(queue: Queue, numbers: Mapping[str, int], overflow: object) -> Iterable[str]:
+def _by_length(queue: Queue, numbers: Mapping[str, int], overflow: object) -> Iterable[Change]:
     for key, unit in (("max-length", "messages"), ("max-length-bytes", "bytes")):
         if (most := numbers.get(key)) is None:
             continue
         full = f"beyond {most} {unit} ({key})"
         if overflow == "reject-publish" or (overflow is None and queue.role != "parked"):
             if queue.role == "parked":
-                yield f"{full} nothing more can be parked: workers keep it in their hands"
+                yield Change(f"{full} nothing more can be parked: workers keep it in their hands")
             else:
-                yield f"{full} it refuses what is published, retries and replays as well"
+                yield Change(f"{full} it refuses what is published, retries and replays as well")
         elif queue.role == "parked":
-            yield f"{full} the oldest parked messages are lost"
+            yield Change(f"{full} the oldest parked messages are lost", loses=True)
         elif queue.role == "main":
-            yield f"{full} the oldest are parked without being handled"
+            yield Change(f"{full} the oldest are parked without being handled", loses=True)
         else:
-            yield f"{full} the oldest go home before their time"
+            yield Change(f"{full} the oldest go home before their time")
 
 
-def _by_delivery(queue: Queue, numbers: Mapping[str, int], delayed: object) -> Iterable[str]:
+def _by_delivery(queue: Queue, numbers: Mapping[str, int], delayed: object) -> Iterable[Change]:
     limit, own = numbers.get("delivery-limit"), queue.arguments.get("x-delivery-limit")
     if limit is not None and isinstance(own, int) and 0 <= limit < own:
         if queue.role == "parked":
-            yield f"a parked message is lost after {limit + 1} looks at it (delivery-limit: {limit})"
+            yield Change(
+                f"a parked message is lost after {limit + 1} looks at it (delivery-limit: {limit})",
+                loses=True,
+            )
         else:
-            yield (
+            yield Change(
                 f"a message is parked after {limit + 1} deliveries instead of {own + 1} "
                 f"(delivery-limit: {limit})"
             )
     taken = numbers.get("consumer-timeout")
     allowed = queue.arguments.get("x-consumer-timeout", _CONSUMER_TIMEOUT)
     if queue.role == "main" and taken is not None and taken < allowed:
-        yield (
+        yield Change(
             f"what a handler has not done within {_time(taken)} instead of {_time(allowed)} is "
             f"delivered again (consumer-timeout: {taken})"
         )
     wait = numbers.get("delayed-retry-min", 0)
     if queue.role in ("main", "parked") and delayed in ("all", "failed", "returned") and wait:
-        yield (
+        yield Change(
             f"what is put back into it is hidden for {_time(wait)} and more "
             f"(delayed-retry-min: {wait})"
         )

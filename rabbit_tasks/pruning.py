@@ -49,9 +49,11 @@ from rabbit_tasks.errors import (
 )
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.management import Management
-from rabbit_tasks.plan import PRUNE, not_ours, stale_names
+from rabbit_tasks.plan import PRUNE
 from rabbit_tasks.publisher import Publisher
 from rabbit_tasks.settings import Settings
+from rabbit_tasks.stale import not_ours, stale_names
+from rabbit_tasks.text import quoted
 from rabbit_tasks.topology import waiting_for
 
 log = logging.getLogger("rabbit_tasks")
@@ -119,6 +121,7 @@ async def prune(
     if not names:
         return []
     await _nobody_else(management, app)
+    bindings = await management.rows("bindings", management.vhost)
     async with AsyncExitStack() as stack:
         connection = await stack.enter_async_context(connected(settings, "topology prune"))
         publisher = await stack.enter_async_context(Publisher.open(settings))
@@ -133,8 +136,9 @@ async def prune(
             settle(await _remove(connection, publisher, watch))
 
         for name in names:
-            kept = await _others(management, name, rows[name])
-            kept = kept or await _in_use(connection, name, rows[name])
+            kept = not_ours(name, rows[name], bindings) or await _in_use(
+                connection, name, rows[name]
+            )
             if kept is not None:
                 settle(Pruned(name, kept))
             else:
@@ -198,17 +202,6 @@ async def _nobody_else(management: Management, app: App) -> None:
 # --- 2. and 3. what is in it ----------------------------------------------------------------------
 
 
-async def _others(management: Management, name: str, row: Row) -> str | None:
-    """Why this queue may be somebody else's, whatever its name."""
-    if (wrong := not_ours(name, row)) is not None:
-        return wrong
-    bound = await management.rows("queues", management.vhost, name, "bindings")
-    # (Of the default exchange every queue has one.)
-    if sources := sorted({str(one["source"]) for one in bound if one.get("source")}):
-        return f"bound to {', '.join(sources)}, as none of ours ever was: whose is it?"
-    return None
-
-
 async def _in_use(connection: Connection, name: str, row: Row) -> str | None:
     """Why this queue stays, as far as can be seen without touching it."""
     found = await declare.look(connection, name)
@@ -216,7 +209,7 @@ async def _in_use(connection: Connection, name: str, row: Row) -> str | None:
         return "somebody else removed it"
     ready, consumers = found
     if ready:
-        return f"{_messages(ready)} in it, to go home to {waiting_for(name)}"
+        return f"{_messages(ready)} in it, to go home to {quoted(waiting_for(name) or name)}"
     if consumers or row.get("consumers"):
         return "somebody consumes from it, or did so a moment ago: is another prune at work?"
     return None
@@ -267,7 +260,7 @@ async def _settled(management: Management, watches: Mapping[str, _Watch]) -> dic
                 if held:
                     kept[name] = (
                         f"{held} dead letter{'s' if held != 1 else ''} on the way out of it: does "
-                        f"{waiting_for(name)} take them? rabbit-tasks topology check"
+                        f"{quoted(waiting_for(name) or name)} take them? rabbit-tasks topology check"
                     )
             else:
                 continue

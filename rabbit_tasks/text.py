@@ -5,6 +5,8 @@ Pure: text in, text out.
 
 from __future__ import annotations
 
+import shlex
+
 
 def cut(text: str, limit: int) -> str:
     """The text in at most `limit` bytes of UTF-8: its beginning and its end."""
@@ -32,3 +34,21 @@ def escaped(text: str, keep: str = "") -> str:
     return "".join(
         c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
     )
+
+
+def quoted(name: str) -> str:
+    """A name inside a sentence or a command: in quotes where it is empty or has anything in it that
+    would be taken for the sentence's own, such as a space."""
+    return shlex.quote(escaped(name))
+
+
+def to_type(command: str, name: str, *options: str) -> str:
+    """A command of ours about a queue. A name may begin with a dash: then it comes last.
+
+    >>> to_type("parked replay", "lot", "--resume"), to_type("parked replay", "-lot", "--resume")
+    ('rabbit-tasks parked replay lot --resume', 'rabbit-tasks parked replay --resume -- -lot')
+    """
+    words = (
+        [*options, "--", shlex.quote(name)] if name[:1] == "-" else [shlex.quote(name), *options]
+    )
+    return " ".join(["rabbit-tasks", command, *words])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,7 @@ from rabbit_tasks.app import App, find_app
 from rabbit_tasks.cli import run, settings_of, tell
 from rabbit_tasks.cli.topology import topology
 from rabbit_tasks.durations import duration_of
-from rabbit_tasks.text import escaped
+from rabbit_tasks.text import escaped, quoted, to_type
 
 if TYPE_CHECKING:
     from rabbit_tasks.migration import Migrated, Migration
@@ -56,7 +55,7 @@ def migrate(
     app, settings = find_app(context.obj.app), settings_of(context)
     found = run(_survey(app, settings, queue))
     if found.stage == "done":
-        tell(f"{queue} is as the app wants it: nothing to migrate")
+        tell(f"{quoted(queue)} is as the app wants it: nothing to migrate")
         return
     _show(found)
     refuse(found, forget_bindings=forget_bindings)
@@ -69,15 +68,15 @@ def migrate(
         if not sys.stdin.isatty():
             tell("error: nobody to ask; say --yes to migrate it, --dry-run to look only")
             raise typer.Exit(2)
-        if not typer.confirm(f"Migrate {escaped(queue)}?", err=True):
+        if not typer.confirm(f"Migrate {quoted(queue)}?", err=True):
             tell("nothing was changed")
             raise typer.Exit(1)
     try:
         done = run(_migrate(app, settings, queue, patience, forget_bindings=forget_bindings))
     except KeyboardInterrupt:
         tell(
-            f"stopped; every message is in {escaped(queue)} or {escaped(found.holding)}; go on: "
-            f"rabbit-tasks topology migrate {shlex.quote(queue)}"
+            f"stopped; every message is in {quoted(queue)} or {quoted(found.holding)}; go on: "
+            + to_type("topology migrate", queue)
         )
         raise
     _end(queue, done)
@@ -85,8 +84,7 @@ def migrate(
 
 def _show(found: Migration) -> None:
     for difference in found.differences:
-        tell(escaped(f"{difference.name}: {difference.what} is {difference.found}, "
-                     f"wanted {difference.wanted}"))  # fmt: skip
+        tell(escaped(f"{quoted(difference.name)}: {difference.says}"))
     for number, step in enumerate(found.steps(), 1):
         typer.echo(escaped(f"{number}. {step}"))
     for note in found.notes():
@@ -100,7 +98,7 @@ def _end(queue: str, done: Migrated) -> None:
         tell(f"{done.restarted} with a time limit (expiration): it begins anew")
     if done.unnamed:
         tell(f"{done.unnamed} lost their user_id: the broker takes it from that user alone")
-    tell(f"{escaped(queue)} is as the app wants it{gap}")
+    tell(f"{quoted(queue)} is as the app wants it{gap}")
 
 
 async def _survey(app: App, settings: Settings, queue: str) -> Migration:

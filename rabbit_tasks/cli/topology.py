@@ -14,8 +14,9 @@ import typer
 
 from rabbit_tasks.app import App, find_app
 from rabbit_tasks.cli import cli, run, settings_of, tell
+from rabbit_tasks.cli.rows import Row, show_json, show_lines, show_rows
 from rabbit_tasks.errors import ConfigurationError
-from rabbit_tasks.text import escaped
+from rabbit_tasks.text import escaped, quoted
 
 if TYPE_CHECKING:
     from rabbit_tasks.declare import Difference
@@ -204,7 +205,7 @@ def declare_command(
         raise ConfigurationError(NEEDS)
     created = run(_declare(app, settings))
     for name in created:
-        typer.echo(f"created {name}")
+        typer.echo(f"created {quoted(name)}")
     tell(_summary(app) + (f": {len(created)} created" if created else ": all there already"))
     if prune and not run(_prune(app, settings)):
         tell("no retry queue of an older policy is left")
@@ -217,8 +218,10 @@ def check_command(context: typer.Context, as_json: Json = False) -> None:
     differences, warnings = run(_check(app, settings_of(context)))
     for warning in warnings:
         tell(f"warning: {warning}")
-    for difference in differences:
-        typer.echo(json.dumps(asdict(difference)) if as_json else str(difference))
+    if as_json:
+        show_json(differences)
+    else:
+        show_lines(map(str, differences))
     if differences:
         raise typer.Exit(1)
     tell(
@@ -245,12 +248,16 @@ def plan_command(
         raise typer.BadParameter(f"there is no {file}")
     exported = path.read_text(errors="replace") if path.is_file() else None
     steps = run(_plan(app, settings_of(context), exported))
-    for step in steps:
-        if as_json:
-            typer.echo(json.dumps(asdict(step)))
-        elif step.what != "keep":
-            line = f"{step.what:<10}  {step.name}  {step.says}"
-            typer.echo(escaped(line + (f"; {step.remedy}" if step.remedy else "")))
+    if as_json:
+        show_json(steps)
+    else:
+        show_rows(
+            [
+                Row(step.what, quoted(step.name), step.says, step.remedy)
+                for step in steps
+                if step.what != "keep"
+            ]
+        )
     counts = Counter(step.what for step in steps)
     tell(f"{app.name}: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
     if any(step.is_due for step in steps):
@@ -278,7 +285,13 @@ async def _prune(app: App, settings: Settings) -> list[Pruned]:
         tell(f"{many} to remove; waiting for figures of what is on its way out, about 10 s")
 
     def done(one: Pruned) -> None:
-        typer.echo(escaped(f"kept {one.name}: {one.kept}" if one.kept else f"removed {one.name}"))
+        typer.echo(
+            escaped(
+                f"kept {quoted(one.name)}: {one.kept}"
+                if one.kept
+                else f"removed {quoted(one.name)}"
+            )
+        )
 
     return await prune(settings, app, told=told, done=done)
 

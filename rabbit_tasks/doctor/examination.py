@@ -30,8 +30,8 @@ from rabbit_tasks.broker import (
     words,
 )
 from rabbit_tasks.declare import Questions
-from rabbit_tasks.doctor.diagnosis import numbers
 from rabbit_tasks.doctor.facts import Clients, Facts, Held, Left, Listener, Node, Quorum, Reader
+from rabbit_tasks.doctor.of_us import numbers
 from rabbit_tasks.errors import (
     ConfigurationError,
     ConnectError,
@@ -80,9 +80,10 @@ async def examine(
         if connection is None:
             return facts
         management = await _management(settings, facts)
+        queues = await _queues(management, facts)
         await asyncio.gather(
-            _ask_amqp(facts, settings, connection, management, app, exported),
-            _ask_management(facts, management, connection.server_version),
+            _ask_amqp(facts, settings, connection, management, queues, app, exported),
+            _ask_management(facts, management, queues, connection.server_version),
         )
     return facts
 
@@ -156,6 +157,7 @@ async def _ask_amqp(
     settings: Settings,
     connection: Connection,
     management: Management | None,
+    queues: list[dict[str, Any]] | None,
     app: App | None,
     exported: str | None,
 ) -> None:
@@ -168,8 +170,10 @@ async def _ask_amqp(
         told = (warning_of(connection.server_version, type(one)) for one in app.consumers)
         facts.handlers = tuple(text for text in told if text)
         facts.held = tuple(await _held(connection, app.topology.queues))
-        facts.left = tuple(await _left(connection, app.topology, await _names(management)))
-        facts.steps = tuple(await plan(connection, app.topology, management, exported=exported))
+        facts.left = tuple(await _left(connection, app.topology, queues))
+        facts.steps = tuple(
+            await plan(connection, app.topology, management, queues=queues, exported=exported)
+        )
     except ConnectError as error:
         facts.silence = str(error)
 
@@ -235,20 +239,15 @@ async def _parked_since(connection: Connection, lot: str) -> datetime | None:
     return None
 
 
-async def _names(management: Management | None) -> set[str] | None:
-    """The queues that there are, where the management API tells."""
-    if management is not None:
-        with suppress(ManagementError):  # which the plan tells
-            rows = await management.rows("queues", management.vhost, columns="name")
-            return {str(row.get("name")) for row in rows}
-    return None
-
-
-async def _left(connection: Connection, topology: Topology, names: set[str] | None) -> list[Left]:
+async def _left(
+    connection: Connection, topology: Topology, queues: list[dict[str, Any]] | None
+) -> list[Left]:
     """What a replay or a migration was killed with, if it is not at work.
 
-    `names`, where they are known, spare a question for every queue that could be there.
+    The management API's list of queues, where it is known, spares a question for each that could be
+    there.
     """
+    names = None if queues is None else {row.get("name") for row in queues}
     places: list[tuple[Literal["replay", "migrate"], str, str]] = []
     for queue in topology.queues:
         if queue.role == "parked":
@@ -285,7 +284,23 @@ async def _management(settings: Settings, facts: Facts) -> Management | None:
     return None
 
 
-async def _ask_management(facts: Facts, management: Management | None, version: str) -> None:
+async def _queues(management: Management | None, facts: Facts) -> list[dict[str, Any]] | None:
+    """All that the virtual host has: asked once, for everybody here, as it may be long."""
+    if management is None:
+        return None
+    try:
+        return await management.rows("queues", management.vhost)
+    except ManagementError as error:
+        facts.unseen.append(("quorum queues", str(error)))
+        return None
+
+
+async def _ask_management(
+    facts: Facts,
+    management: Management | None,
+    queues: list[dict[str, Any]] | None,
+    version: str,
+) -> None:
     if management is None:
         return
     vhost = management.vhost
@@ -297,9 +312,8 @@ async def _ask_management(facts: Facts, management: Management | None, version: 
             facts.unseen.append((about, str(error)))
             return None
 
-    nodes, queues, consumers, connections, deprecated, flags = await asyncio.gather(
+    nodes, consumers, connections, deprecated, flags = await asyncio.gather(
         ask("nodes", "nodes"),
-        ask("quorum queues", "queues", vhost),
         ask("consumers", "consumers", vhost),
         ask("consumers' clients", "vhosts", vhost, "connections"),
         # (Before 3.13 there are none.)

@@ -86,7 +86,7 @@ async def discard(
         if not dry_run and await is_unfinished(connection, lot):
             raise ParkingError(
                 f"{lot}: a replay was killed, and copies of what is parked are on their way; end it "
-                f"first: rabbit-tasks parked replay {lot.typed} --resume"
+                f"first: {lot.to_type('replay', '--resume')}"
             )
         moved.there = taken.count
         began(taken.count)

@@ -38,6 +38,7 @@ from rabbit_tasks.message import DELIVERY_COUNT
 from rabbit_tasks.parking.parked import ParkedMessage, kept
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.text import quoted, to_type
 from rabbit_tasks.topology import PARKING_LOT, Queue, Topology, parked_queue
 
 log = logging.getLogger("rabbit_tasks")
@@ -89,19 +90,24 @@ async def refuse_main(connection: Connection, queue: ParkingQueue) -> None:
         raise ParkingError(str(error)) from None
     if name in absent and queue.is_foreign:
         raise ParkingError(
-            f"there is no queue {name}; which there are: "
+            f"there is no queue {quoted(name)}; which there are: "
             f"rabbitmqctl list_queues -p {shlex.quote(connection.vhost)} name messages"
         )
     if name in absent:
-        raise ParkingError(
-            f"there is no queue {name}; the app's queues: rabbit-tasks topology show; "
-            "create them: rabbit-tasks topology declare"
-        )
+        raise no_queue(name)
     if beside in asked and beside not in absent:
         raise ParkingError(
-            f"{name} is a main queue, {beside} is beside it; what is parked for it: "
-            f"rabbit-tasks parked list {shlex.quote(name)} (without --foreign)"
+            f"{quoted(name)} is a main queue, {quoted(beside)} is beside it; what is parked for it: "
+            f"{to_type('parked list', name)} (without --foreign)"
         )
+
+
+def no_queue(name: str) -> ParkingError:
+    """That there is no parking queue of this name."""
+    return ParkingError(
+        f"there is no queue {quoted(name)}; the app's queues: rabbit-tasks topology show; "
+        "create them: rabbit-tasks topology declare"
+    )
 
 
 def _queue(name: str) -> Queue:

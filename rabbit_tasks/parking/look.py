@@ -50,9 +50,10 @@ from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.message import DELIVERY_COUNT
 from rabbit_tasks.parking.conveyor import acks_of, written
-from rabbit_tasks.parking.foreign import LastTime, Terms, terms_of
+from rabbit_tasks.parking.foreign import LastTime, Terms, no_queue, terms_of
 from rabbit_tasks.parking.parked import ParkedMessage
 from rabbit_tasks.parking.queue import ParkingQueue
+from rabbit_tasks.text import quoted
 
 QUIET: Final = 1.0
 """Seconds without a delivery after which we ask how many are left: somebody else may hold some."""
@@ -167,7 +168,7 @@ class Taken:
                 if ready == 0:
                     return None  # somebody else took the others
                 raise ParkingError(
-                    f"{self._queue}: {ready} messages are there, and the broker has delivered "
+                    f"{quoted(self._queue)}: {ready} messages are there, and the broker has delivered "
                     f"none for {PATIENCE:g} s; who else consumes: rabbitmqctl list_consumers "
                     f"-p {shlex.quote(self._connection.vhost)}"
                 )
@@ -410,7 +411,7 @@ class Asking:
             except amqp.ChannelLockedResource:
                 if asyncio.get_running_loop().time() > deadline:
                     raise ParkingError(
-                        f"{self._lot}: somebody else lists, replays or discards; try again when "
+                        f"{quoted(self._lot)}: somebody else lists, replays or discards; try again when "
                         "they are done"
                     ) from None
             finally:
@@ -525,7 +526,7 @@ async def _undisturbed(asking: Asking, lot: str) -> int:
             return messages
         if asyncio.get_running_loop().time() > deadline:
             raise ParkingError(
-                f"{lot}: {consumers} other consumer(s) hold its messages; who: "
+                f"{quoted(lot)}: {consumers} other consumer(s) hold its messages; who: "
                 f"rabbitmqctl list_consumers -p {shlex.quote(asking.connection.vhost)}"
             )
         await asyncio.sleep(0.05)
@@ -548,16 +549,15 @@ def _explained(connection: Connection, lot: str) -> Iterator[None]:
     try:
         yield
     except amqp.ChannelNotFoundEntity:
-        raise ParkingError(
-            f"there is no queue {lot}; the app's queues: rabbit-tasks topology show; "
-            "create them: rabbit-tasks topology declare"
-        ) from None
+        raise no_queue(lot) from None
     except amqp.ChannelAccessRefused as error:
         raise ParkingError(
-            f"{lot}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
+            f"{quoted(lot)}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
         ) from None
     except TimeoutError:
-        raise ParkingError(f"{lot}: the broker did not answer within {RPC_TIMEOUT:g} s") from None
+        raise ParkingError(
+            f"{quoted(lot)}: the broker did not answer within {RPC_TIMEOUT:g} s"
+        ) from None
     except asyncio.CancelledError:
         if is_cancelled():
             raise
@@ -565,8 +565,10 @@ def _explained(connection: Connection, lot: str) -> Iterator[None]:
     except LOST as error:
         raise _lost(lot, words(error)) from None
     except amqp.AMQPError as error:
-        raise ParkingError(f"{lot}: {words(error)}") from None
+        raise ParkingError(f"{quoted(lot)}: {words(error)}") from None
 
 
 def _lost(lot: str, why: str) -> ParkingError:
-    return ParkingError(f"{lot}: connection lost ({why}); what was not moved is still parked")
+    return ParkingError(
+        f"{quoted(lot)}: connection lost ({why}); what was not moved is still parked"
+    )

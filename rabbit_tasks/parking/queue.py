@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from typing import Self
 
 from rabbit_tasks.consumer import NOT_IN_A_NAME
 from rabbit_tasks.errors import ConfigurationError
+from rabbit_tasks.text import quoted, to_type
 from rabbit_tasks.topology import parked_queue
 
 
@@ -31,9 +31,11 @@ class ParkingQueue:
                 f"queue {self.name!a}: the client library takes no {strange[0]!a} in a name, "
                 "only ASCII letters, digits, spaces and -_.:@#,/+"
             )
-        if not 0 < len(self.name) <= 255:
+        if not (self.name and self.main != ""):
+            raise ConfigurationError("which queue? Its name is empty")
+        if len(self.name) > 255:
             raise ConfigurationError(
-                f"queue {self.name[:40]!r}…: {len(self.name)} bytes, AMQP takes 1 to 255"
+                f"queue {self.name[:40]!r}…: {len(self.name)} bytes, AMQP takes 255"
             )
 
     @classmethod
@@ -53,14 +55,10 @@ class ParkingQueue:
     def is_foreign(self) -> bool:
         return self.main is None
 
-    @property
-    def typed(self) -> str:
-        """How it is called behind `rabbit-tasks parked list`."""
-        said = self.main or self.name
-        words = (["--foreign"] if self.is_foreign else []) + (
-            ["--"] if said.startswith("-") else []
-        )
-        return " ".join([*words, shlex.quote(said)])
+    def to_type(self, verb: str, *options: str) -> str:
+        """The command of `parked` with this verb about it."""
+        command = f"parked {verb} --foreign" if self.is_foreign else f"parked {verb}"
+        return to_type(command, self.main or self.name, *options)
 
     def __str__(self) -> str:
-        return self.main or self.name
+        return quoted(self.main or self.name)

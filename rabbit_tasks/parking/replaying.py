@@ -24,6 +24,7 @@ from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.parking.staging import Resumed, Staging, explained, staging_queue
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.publisher import ALONE_FROM, Publisher
+from rabbit_tasks.text import quoted
 from rabbit_tasks.topology import replaying_queue
 
 ALONE: Final = 32
@@ -271,7 +272,8 @@ class _Replay:
         if target.endswith(replaying_queue("")):
             # What lies there without a note is taken for a copy whose original is parked.
             raise ParkingError(
-                f"message {message.id}: {target} is where replays keep their copies, and no main queue; "
+                f"message {message.id}: {quoted(target)} is where replays keep their copies, and no "
+                "main queue; "
                 f"say --to QUEUE ({self.done.chosen} replayed before it)"
             )
         return target
@@ -395,7 +397,8 @@ class _Replay:
             await channel.queue_declare(one.target, passive=True, timeout=RPC_TIMEOUT)
         except amqp.ChannelNotFoundEntity:
             raise ParkingError(
-                f"message {one.message.id} cannot be replayed: there is no queue {one.target!r}; mend "
+                f"message {one.message.id} cannot be replayed: there is no queue "
+                f"{quoted(one.target)}; mend "
                 "its name with --to, or create it: rabbit-tasks topology declare"
             ) from None
         except amqp.ChannelAccessRefused:
@@ -414,5 +417,5 @@ class _Replay:
         except ParkingError as error:
             raise ParkingError(
                 f"{error} ({self.done.chosen} replayed; a replay goes on where this one stopped: "
-                f"rabbit-tasks parked replay {self._lot.typed})"
+                f"{self._lot.to_type('replay')})"
             ) from error

@@ -51,6 +51,7 @@ from rabbit_tasks.parking.look import PATIENCE, Taken
 from rabbit_tasks.parking.parked import identity
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.text import quoted
 from rabbit_tasks.topology import Arguments, replaying_queue
 
 AGE: Final = 2.0
@@ -83,6 +84,7 @@ def staging_queue(lot: ParkingQueue) -> str:
 @contextmanager
 def explained(name: str) -> Iterator[None]:
     """What the broker says no with, or its silence, as a ParkingError."""
+    name = quoted(name)
     try:
         yield
     except TimeoutError:
@@ -212,7 +214,8 @@ class Staging:
             await self._belt.until(lambda: token in self._round, HOME)
         except TimeoutError:
             raise ParkingError(
-                f"{self.name}: the broker has not sent home all copies within {HOME:g} s; does their "
+                f"{quoted(self.name)}: the broker has not sent home all copies within {HOME:g} s; "
+                "does their "
                 "queue take no more (a length limit)? They wait, and go by themselves when it does, "
                 "the broker tries every three minutes"
             ) from None
@@ -242,7 +245,7 @@ class Staging:
 
     async def _stored(self) -> None:
         if not await self._belt.stored():
-            raise ParkingError(f"{self.name}: {self._belt.refusal}")
+            raise ParkingError(f"{quoted(self.name)}: {self._belt.refusal}")
 
     async def _age(self) -> None:
         while (left := self._ready_at - asyncio.get_running_loop().time()) > 0:
@@ -284,7 +287,8 @@ async def _create(connection: Connection, name: str) -> _Found:
         return _Found.UNSURE if was_there else _Found.NONE
     except amqp.ChannelPreconditionFailed as error:
         raise ParkingError(
-            f"{name}: {words(error)}; a replay needs this name. Whoever made it may delete it when it "
+            f"{quoted(name)}: {words(error)}; a replay needs this name. Whoever made it may delete "
+            "it when it "
             "is empty"
         ) from None
     finally:
@@ -417,7 +421,7 @@ async def _all(connection: Connection, channel: Channel, name: str) -> list[Deli
     deadline = loop.time() + PATIENCE
     while await _consumers(connection, name):
         if loop.time() > deadline:
-            raise ParkingError(f"{name}: somebody else replays; try again when they are done")
+            raise ParkingError(f"{quoted(name)}: somebody else replays; try again when they are done")
         await asyncio.sleep(0.05)
     there = await left(connection, name) or 0
     found: list[DeliveredMessage] = []
@@ -435,7 +439,7 @@ async def _all(connection: Connection, channel: Channel, name: str) -> list[Deli
             async with asyncio.timeout(PATIENCE):
                 await news.wait()
         except TimeoutError:
-            raise ParkingError(f"{name}: the broker delivers none of {there} messages") from None
+            raise ParkingError(f"{quoted(name)}: the broker delivers none of {there} messages") from None
     return found
 
 

@@ -251,7 +251,7 @@ async def test_a_permission_that_a_worker_lacks_is_a_fault_with_the_command_that
     rows = await rows_of(settings)
     (row,) = [row for row in rows if row.about == "permissions"]
     assert row.state == "fault"
-    assert row.says.startswith("a worker: our user may not: ")
+    assert row.says.startswith("work: our user may not: ")
     for what in lacking:
         assert f"access to {what} in vhost '{vhost}' refused" in row.says
     assert row.says.count(" refused ") == len(lacking)

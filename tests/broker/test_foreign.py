@@ -270,9 +270,12 @@ def test_how_a_parking_queue_is_called() -> None:
     assert (
         ParkingQueue.of("a b") == ParkingQueue.of("a b.parked") == ParkingQueue("a b.parked", "a b")
     )
-    assert ParkingQueue.of("a b").typed == "'a b'"
+    assert ParkingQueue.of("a b").to_type("list") == "rabbit-tasks parked list 'a b'"
     dead = ParkingQueue.foreign("celery.dead")
     assert (dead.name, dead.main, dead.is_foreign) == ("celery.dead", None, True)
-    assert dead.typed == "--foreign celery.dead"
-    assert ParkingQueue.of("--all").typed == "-- --all"
+    assert dead.to_type("list") == "rabbit-tasks parked list --foreign celery.dead"
+    assert (
+        ParkingQueue.of("--all").to_type("list", "--id", "7")
+        == "rabbit-tasks parked list --id 7 -- --all"
+    )
     assert ParkingQueue.foreign("theirs.parked").name == "theirs.parked"

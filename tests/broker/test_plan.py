@@ -330,12 +330,12 @@ async def test_permissions_that_are_missing_are_rows_and_asking_for_them_changes
         steps = [step for step in await plan(mine, app.topology) if step.what == "permission"]
         found = {step.name: step.says for step in steps}
         # (What is there already asks for no more than configure, and what binding needs.)
-        who = {"declare": declares, "a worker": works}
+        who = {"declare": declares, "work": works}
         assert set(found) == {one for one, what in who.items() if what}
         if declares:
             assert declares in found["declare"]
         if works:
-            assert works in found["a worker"]
+            assert works in found["work"]
         assert all(step.remedy == f"allow it: {mine.permit}" for step in steps)
         assert everything(broker, vhost) == as_it_was
         broker.allow(vhost, user)  # the remedy

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from rabbit_tasks.doctor.diagnosis import Row, diagnose, fits, has_fault, of_clients
+from rabbit_tasks.doctor.diagnosis import diagnose, has_fault
 from rabbit_tasks.doctor.examination import is_loopback
 from rabbit_tasks.doctor.facts import Clients, Facts, Held, Left, Listener, Node, Quorum, Reader
+from rabbit_tasks.doctor.of_us import fits, of_clients
+from rabbit_tasks.doctor.row import Row
 from rabbit_tasks.plan import Step
 from rabbit_tasks.policies import changes
 from tests.support.post import app
@@ -221,8 +223,8 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "warning", "quorum", "rabbit@a leads all 4 queues", "rabbitmq-queues rebalance quorum",
     ),
     "a permission that a worker needs": (
-        {"steps": (KEPT, Step("permission", "a worker", "our user may not: read access", "allow it"))},
-        "fault", "permissions", "a worker: our user may not: read access", "allow it",
+        {"steps": (KEPT, Step("permission", "work", "our user may not: read access", "allow it"))},
+        "fault", "permissions", "work: our user may not: read access", "allow it",
     ),
     "a permission that only declare needs": (
         {"steps": (KEPT, Step("permission", "declare", "our user may not: configure", "allow it"))},
@@ -246,8 +248,9 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "fault", "topology", "mail: x-delivery-limit is 9, wanted 5", "delete it",
     ),
     "another queue type": (
-        {"steps": (Step("differs", "m x", "x-queue-type is classic, wanted quorum", "delete it"),)},
-        "fault", "queue type", "m x: x-queue-type is classic", "rabbit-tasks topology migrate 'm x'",
+        {"steps": (Step("differs", "m x", "x-queue-type is classic, wanted quorum", "delete it",
+                        argument="x-queue-type"),)},
+        "fault", "queue type", "'m x': x-queue-type is classic", "rabbit-tasks topology migrate 'm x'",
     ),
     "too many queues": (
         {"steps": (KEPT, Step("limit", "/", "may have 3 queues", "rabbitmqctl set_vhost_limits"))},
@@ -270,12 +273,13 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
         "warning", "policies", "p: policy on mail", "clear_policy p",
     ),
     "a policy that loses messages": (
-        {"steps": (KEPT, Step("policy", "p", "policy on mail: parked messages are lost", "clear p"))},
+        {"steps": (KEPT, Step("policy", "p", "policy on mail: parked messages are lost", "clear p",
+                              loses=True))},
         "fault", "policies", "p: policy on mail", "clear p",
     ),
     "messages that nobody takes": (
         {"held": (main(7, 0, "my mail"), lot())},
-        "warning", "consumers", "my mail: 7 messages wait and nobody consumes",
+        "warning", "consumers", "'my mail': 7 messages wait and nobody consumes",
         "rabbit-tasks work 'my mail'",
     ),
     "messages for a person": (
@@ -301,7 +305,7 @@ WRONG: dict[str, tuple[dict[str, Any], str, str, str, str]] = {
     ),
     "what a migration left": (
         {"left": (Left("migrate", "m y.migrating", "m y", 4),)},
-        "fault", "left behind", "m y: 4 of its messages wait in m y.migrating",
+        "fault", "left behind", "'m y': 4 of its messages wait in 'm y.migrating'",
         "rabbit-tasks topology migrate 'm y'",
     ),
     "what a replay left": (
@@ -451,9 +455,9 @@ def test_without_what_is_missing_a_user_that_may_not_declare_is_a_fault() -> Non
 def test_a_policy_is_a_fault_where_messages_of_a_main_or_a_parking_queue_may_be_lost(
     definition: dict[str, object], state: str
 ) -> None:
-    told = [say for queue in app.topology.queues if queue.role in ("main", "parked")
-            for say in changes(queue, definition)]  # fmt: skip
-    steps = (KEPT, *(Step("policy", "p", say, "clear it") for say in told))
+    told = [change for queue in app.topology.queues if queue.role in ("main", "parked")
+            for change in changes(queue, definition)]  # fmt: skip
+    steps = (KEPT, *(Step("policy", "p", one.says, "clear it", loses=one.loses) for one in told))
     states = {row.state for row in not_well(diagnose(facts(steps=steps)))}
     assert state in states
     assert ("fault" in states) == (state == "fault")

@@ -28,6 +28,7 @@ FLOORS = [
     {"frames", "process"},
     # ----- nothing below imports aio_pika -----
     {"app", "policies", "drawing", "exports", "rights"},
+    {"stale"},
     {"topology", "observer", "history", "timeouts"},
     {"consumer", "settings"},
     {"retry", "message", "fingerprint"},
@@ -35,7 +36,7 @@ FLOORS = [
 ]
 PURE = {"errors", "message", "properties", "durations", "retry", "consumer", "topology", "settings",
         "observer", "app", "history", "text", "timeouts", "fingerprint",
-        "drawing", "exports", "policies", "rights"}  # fmt: skip
+        "drawing", "exports", "policies", "rights", "stale"}  # fmt: skip
 AMQP = {"aio_pika", "aiormq", "pamqp"}
 TYPER = {"typer", "rich", "click"}
 

@@ -11,8 +11,9 @@ import pytest
 
 from rabbit_tasks import ConfigurationError, Consumer, Message, RetryPolicy
 from rabbit_tasks.declare import Difference
-from rabbit_tasks.plan import Facts, Step, decide, exported_queues, removed_names, stale_names
+from rabbit_tasks.plan import Facts, Step, decide, exported_queues
 from rabbit_tasks.policies import Policy
+from rabbit_tasks.stale import removed_names, stale_names
 from rabbit_tasks.topology import topology_of, waiting_queue
 
 
@@ -56,9 +57,11 @@ def test_what_is_missing_and_what_differs_ends_with_its_command() -> None:
     assert due(facts(differences=[*missing, *differs], bindings=[])) == [
         Step("create", "parking-lot", "exchange is missing", "create it: COMMAND"),
         Step("create", "mail", "main queue is missing", "create it: COMMAND"),
-        Step("differs", "mail.parked", "x-delivery-limit is 2, wanted 1", "REMEDY"),
-        Step("differs", "mail.parked", "x-expires is 2, wanted 1", "REMEDY"),
-    ]
+        Step("differs", "mail.parked", "x-delivery-limit is 2, wanted 1", "REMEDY",
+             argument="x-delivery-limit"),
+        Step("differs", "mail.parked", "x-expires is 2, wanted 1", "REMEDY",
+             argument="x-expires"),
+    ]  # fmt: skip
 
 
 def test_what_could_not_be_compared_is_neither_kept_nor_different() -> None:
@@ -205,11 +208,11 @@ def test_a_limit_of_queues_that_is_too_low_is_told_before_declare_fails(
 
 
 def test_missing_permissions_are_one_row_for_declare_and_one_for_a_worker() -> None:
-    refused = {"declare": [f"no {i}" for i in range(9)], "a worker": ["no read"]}
+    refused = {"declare": [f"no {i}" for i in range(9)], "work": ["no read"]}
     assert due(facts(refused=refused)) == [
         Step("permission", "declare", "our user may not: no 0; no 1; no 2; and 6 more",
              "allow it: PERMIT"),
-        Step("permission", "a worker", "our user may not: no read", "allow it: PERMIT"),
+        Step("permission", "work", "our user may not: no read", "allow it: PERMIT"),
     ]  # fmt: skip
 
 

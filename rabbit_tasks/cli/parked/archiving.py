@@ -22,12 +22,11 @@ from rabbit_tasks.cli.parked.options import (
     Queue,
     choosing,
     end,
-    list_command_of,
     parked,
     queue_of,
 )
 from rabbit_tasks.errors import ParkingError
-from rabbit_tasks.text import escaped
+from rabbit_tasks.text import escaped, quoted
 
 if TYPE_CHECKING:
     from rabbit_tasks.parking import Choice, Moved, ParkedMessage, ParkingQueue
@@ -98,7 +97,7 @@ def import_command(
             f"{imported.altered} of them without a header or property that the broker does not take "
             "back: CC, BCC, another user's id"
         )
-    tell(f"{count} imported into {parking.name}; what is there: {list_command_of(parking)}")
+    tell(f"{count} imported into {quoted(parking.name)}; what is there: {parking.to_type('list')}")
 
 
 async def _export(

@@ -15,7 +15,6 @@ from rabbit_tasks.cli.parked.options import (
     Queue,
     choosing,
     end,
-    list_command_of,
     parked,
     queue_of,
 )
@@ -93,7 +92,7 @@ def _told(
     try:
         return run(_discard(settings, queue, choose, limit, told=told, dry_run=dry_run))
     except KeyboardInterrupt:
-        tell(f"interrupted; what is still there: {list_command_of(queue)}")
+        tell(f"interrupted; what is still there: {queue.to_type('list')}")
         raise
     finally:
         typer.echo(f"{count} {verb}")

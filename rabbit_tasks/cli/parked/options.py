@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shlex
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import wraps
@@ -164,17 +163,16 @@ def queue_of(queue: str, foreign: bool) -> ParkingQueue:
     return ParkingQueue.foreign(queue) if foreign else ParkingQueue.of(queue)
 
 
-def list_command_of(queue: str | ParkingQueue) -> str:
-    """What to type to see what is parked."""
-    typed = shlex.quote(queue) if isinstance(queue, str) else queue.typed
-    return f"rabbit-tasks parked list {typed}"
-
-
-def end(moved: Moved, verb: str, choice: Choice, queue: str | ParkingQueue) -> None:
+def end(moved: Moved, verb: str, choice: Choice, queue: ParkingQueue) -> None:
     """Say what was moved; exit 1 where an id that was asked for is not there."""
     tell(f"{moved.chosen} of {moved.there} parked for {queue} {verb}")
-    if absent := choice.absent(moved.chosen):
+    all_met(choice, moved.chosen, queue)
+
+
+def all_met(choice: Choice, chosen: int, queue: ParkingQueue) -> None:
+    """Exit 1 where an id that was asked for is not there."""
+    if absent := choice.absent(chosen):
         tell(
-            f"error: not parked: {', '.join(map(escaped, absent))}; what is: {list_command_of(queue)}"
+            f"error: not parked: {', '.join(map(escaped, absent))}; what is: {queue.to_type('list')}"
         )
         raise typer.Exit(1)

@@ -17,8 +17,8 @@ from rabbit_tasks.cli.parked.options import (
     Foreign,
     Json,
     Queue,
+    all_met,
     choosing,
-    list_command_of,
     parked,
     queue_of,
 )
@@ -168,7 +168,7 @@ def groups(
     if rows and not as_json:
         tell(
             f"{seen.shown} messages in {len(rows)} groups; those of one: "
-            f"{list_command_of(parking)} --group {rows[0].fingerprint}"
+            f"{parking.to_type('list', '--group', rows[0].fingerprint)}"
         )
     _end(parking, choice, seen, quietly=bool(rows))
 
@@ -191,7 +191,7 @@ def show(
     if not found:
         tell(
             f"error: no message {escaped(message_id)} is parked for {parking}: "
-            f"{list_command_of(parking)}"
+            f"{parking.to_type('list')}"
         )
         raise typer.Exit(1)
     for one in found:
@@ -285,19 +285,15 @@ def _end(queue: ParkingQueue, choice: Choice, seen: _Seen, *, quietly: bool = Fa
         tell(f"none of the {seen.there} parked for {queue} is meant")
     elif not quietly:
         of = f" of {seen.there}" if seen.shown < seen.there else ""
-        tell(f"{seen.shown}{of} parked; one in full: rabbit-tasks parked show {queue.typed} ID")
+        tell(f"{seen.shown}{of} parked; one in full: {queue.to_type('show')} ID")
     if seen.untimed and (choice.older_than is not None or choice.newer_than is not None):
         tell(f"{seen.untimed} do not tell when they were parked: neither older nor newer")
     if seen.unfinished:
         tell(
             "a replay was ended in the middle: what it had on its way waits in a queue of its own, for "
-            f"the next one, or for: rabbit-tasks parked replay {queue.typed} --resume"
+            f"the next one, or for: {queue.to_type('replay', '--resume')}"
         )
-    if absent := choice.absent(seen.shown):
-        tell(
-            f"error: not parked: {', '.join(map(escaped, absent))}; what is: {list_command_of(queue)}"
-        )
-        raise typer.Exit(1)
+    all_met(choice, seen.shown, queue)
 
 
 def _app(context: typer.Context) -> App | None:

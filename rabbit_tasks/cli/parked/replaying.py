@@ -22,7 +22,7 @@ from rabbit_tasks.cli.parked.options import (
     parked,
     queue_of,
 )
-from rabbit_tasks.text import escaped, one_line
+from rabbit_tasks.text import escaped, one_line, quoted
 
 if TYPE_CHECKING:
     from rabbit_tasks.app import App
@@ -108,7 +108,7 @@ def replay(
         done = run(_replay(settings_of(context), context.obj, parking, choice, how, went))
     finally:  # also after a fault: what was done is done
         for target, count in sorted(went.items()):
-            typer.echo(f"{count} {verb} to {target}")
+            typer.echo(f"{count} {verb} to {quoted(target)}")
     _tell_more(done)
     if resume:
         if done.resumed is None:
@@ -265,7 +265,7 @@ class _Work:
             return
         tell(f"error: {one_line(str(verdict))}; the others are still parked")
         if verdict.back:
-            tell(f"look at: rabbit-tasks parked groups {self.queue.typed}")
+            tell(f"look at: {self.queue.to_type('groups')}")
         else:
             tell("is a worker running? wait for longer with --canary-wait")
         raise typer.Exit(1)
