@@ -24,23 +24,21 @@ import traceback
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final
 
 import tenacity
-from aiormq.abc import DeliveredMessage
-from aiormq.channel import Channel
 
 from rabbit_tasks import consumer as consumers
 from rabbit_tasks import history
 from rabbit_tasks import message as names
-from rabbit_tasks.broker import LOST, RPC_TIMEOUT, is_cancelled
+from rabbit_tasks.broker import LOST, is_cancelled
 from rabbit_tasks.consumer import Consumer
+from rabbit_tasks.deliveries import Deliveries
 from rabbit_tasks.durations import duration_text
 from rabbit_tasks.errors import ConnectError, PublishError, Unconfirmed
-from rabbit_tasks.frames import properties_of
 from rabbit_tasks.handler import Handler
 from rabbit_tasks.isolation import Children
 from rabbit_tasks.message import Message
@@ -90,7 +88,16 @@ class Stopping(Exception):
 class Delivery:
     """One arrival of a message on a channel: what is acked."""
 
-    __slots__ = ("_channel", "_tag", "body", "lost", "properties", "redelivered", "run", "settling")
+    __slots__ = (
+        "_deliveries",
+        "_tag",
+        "body",
+        "lost",
+        "properties",
+        "redelivered",
+        "run",
+        "settling",
+    )
 
     def __init__(
         self,
@@ -98,7 +105,7 @@ class Delivery:
         properties: Properties,
         *,
         redelivered: bool = False,
-        channel: Channel | None = None,
+        deliveries: Deliveries | None = None,
         tag: int = 0,
     ) -> None:
         self.body = body
@@ -110,47 +117,31 @@ class Delivery:
         self.lost = False
         """The broker has it again. An ack would fail, or on 4.3.0 to 4.3.6, for a consumer that was
         cancelled, make the broker deliver to nobody."""
-        self._channel = channel
+        self._deliveries = deliveries
         self._tag = tag
-
-    @classmethod
-    def of(cls, message: DeliveredMessage) -> Delivery:
-        """The delivery that the client library hands over."""
-        assert isinstance(message.channel, Channel)
-        return cls(
-            message.body,
-            properties_of(message),
-            redelivered=message.redelivered or False,
-            channel=message.channel,
-            tag=message.delivery_tag or 0,
-        )
 
     @property
     def is_answered(self) -> bool:
         """Whether the broker was told what became of it."""
         return self.run is not None and self.run.answered_at > 0
 
-    async def ack(self) -> None:
+    def ack(self) -> None:
         """Done with: the broker forgets it. DeliveryLost where the broker has it again."""
-        with self._answering() as channel:
-            # It waits for room in the client library's buffer, which nobody empties any more where
-            # the task that writes has ended, a moment before the connection is known to be lost.
-            async with asyncio.timeout(RPC_TIMEOUT):
-                await channel.basic_ack(self._tag, wait=False)
+        self._answer(is_ack=True)
 
-    async def reject(self) -> None:
+    def reject(self) -> None:
         """Let the broker itself dead-letter it to the parking lot."""
-        with self._answering() as channel:
-            async with asyncio.timeout(RPC_TIMEOUT):
-                await channel.basic_reject(self._tag, requeue=False, wait=False)
+        self._answer(is_ack=False)
 
-    @contextmanager
-    def _answering(self) -> Iterator[Channel]:
-        if self.lost or self._channel is None:
+    def _answer(self, *, is_ack: bool) -> None:
+        if self.lost or self._deliveries is None:
             raise DeliveryLost
         try:
-            yield self._channel
-        except (*LOST, TimeoutError) as error:
+            if is_ack:
+                self._deliveries.ack(self._tag)
+            else:
+                self._deliveries.reject(self._tag)
+        except LOST as error:
             self.lost = True
             raise DeliveryLost from error
 
@@ -207,7 +198,7 @@ class Runs:
 
     def __init__(self) -> None:
         self._orphans: dict[bytes, deque[Run]] = {}
-        self._in_hand: dict[Delivery, asyncio.Future[None]] = {}
+        self._in_hand: dict[Delivery, asyncio.Future[None] | None] = {}
 
     def orphan(self, delivery: Delivery) -> None:
         """The delivery in hand is lost; its run waits for the redelivery."""
@@ -250,7 +241,7 @@ class Runs:
             if delivery.lost:
                 raise DeliveryLost
         delivery.run = run or Run()
-        self._in_hand[delivery] = asyncio.get_running_loop().create_future()
+        self._in_hand[delivery] = None
         return delivery.run
 
     def let_go(self, delivery: Delivery) -> None:
@@ -274,7 +265,14 @@ class Runs:
             return set()
         alike = [one for one in self._in_hand if one.properties.text("message_id") == message_id]
         same = _identity(delivery) if alike else b""
-        return {self._in_hand[one] for one in alike if _identity(one) == same}
+        return {self._gone(one) for one in alike if _identity(one) == same}
+
+    def _gone(self, delivery: Delivery) -> asyncio.Future[None]:
+        """When it is in hand no more."""
+        found = self._in_hand[delivery]
+        if found is None:
+            found = self._in_hand[delivery] = asyncio.get_running_loop().create_future()
+        return found
 
     def _keys(self, delivery: Delivery) -> Iterator[bytes]:
         if self._orphans and _may_be_a_twin(delivery):
@@ -406,20 +404,20 @@ class Handling:
             if not run.copied:
                 run.copied = await self.settle(delivery, run)
             if run.copied:
-                await delivery.ack()
+                delivery.ack()
             is_news = not run.answered_at  # or else its ack was lost, and it is acked once more
             run.answered_at = time.monotonic()
         except DeliveryLost:
             self.runs.orphan(delivery)
             raise
         except Stopping:
-            await self._put_back(delivery)
+            await self.put_back(delivery)
             raise
         except asyncio.CancelledError:
             # Not where its copy may be on its way; nor where nobody stops us and the event loop ends
             # all the same, perhaps of this very message: the broker counts how often that happens.
             if not delivery.settling and self.stopping.is_set():
-                await self._put_back(delivery)
+                await self.put_back(delivery)
             raise
         finally:
             self.runs.let_go(delivery)
@@ -468,7 +466,7 @@ class Handling:
             return True
         run.outcome = Parked("its headers leave no room for ours: parked by the broker")
         self._tell(delivery, run)
-        await delivery.reject()
+        delivery.reject()
         return False
 
     # --- its steps ------------------------------------------------------------------------------
@@ -523,7 +521,7 @@ class Handling:
             delivery.settling = False
             return False
         self._log(logging.INFO, delivery, "is still running here; its copy waits for it")
-        await delivery.ack()
+        delivery.ack()
         self.runs.orphan(delivery)
         return True
 
@@ -599,7 +597,7 @@ class Handling:
                 await self.stopping.wait()
                 raise Stopping
 
-    async def _put_back(self, delivery: Delivery) -> None:
+    async def put_back(self, delivery: Delivery) -> None:
         """A confirmed copy to the main queue, then ack: neither an attempt nor a delivery is spent.
 
         (A nack counts as a delivery before 4.3, closing the channel on every version.)
@@ -618,7 +616,7 @@ class Handling:
                 )
                 await publisher.send("", queue, delivery.body, copy)
                 what = "put back, and not acked"
-                await delivery.ack()
+                delivery.ack()
         except (PublishError, ConnectError, DeliveryLost, TimeoutError) as error:
             why = str(error) or f"no answer within {PUT_BACK_TIMEOUT:g} s"
             self._log(logging.WARNING, delivery, f"{what} ({why}): the broker delivers it again")
@@ -637,6 +635,8 @@ class Handling:
 
     def _tell(self, delivery: Delivery, run: Run) -> None:
         """What was decided, where it is not simply done."""
+        if isinstance(run.outcome, Done):
+            return
         error = run.failure.log if run.failure else ""
         tries = f"attempt {self._message(delivery).attempt} of {self.kind.retry.attempts}"
         match run.outcome:

@@ -9,7 +9,6 @@ import asyncio
 import contextvars
 import inspect
 import logging
-from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -43,24 +42,39 @@ class Handler:
         if not self._is_async:
             await self._in_thread(body, message)
             return
-        ended: list[BaseException | None] = []
         # In a task of its own: a handler, or a library that it uses, may cancel the task in which it
         # runs. In ours that would look as if the worker had to go. Nor do its context variables
         # outlive its message.
-        task = asyncio.create_task(_caught(partial(self._in_time, body, message), ended))
-        cancelled = 0
-        while not task.done():
+        ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._run(body, message, ended))
+        task.add_done_callback(partial(_cancelled, ended))
+        try:
+            error = await ended
+        except asyncio.CancelledError:
+            task.cancel()
             try:
                 await asyncio.wait([task])
             except asyncio.CancelledError:
-                cancelled += 1
                 task.cancel()
-                if cancelled > 1:
-                    raise
-        # Nothing in it: cancelled before its first step.
-        error = ended[0] if ended else asyncio.CancelledError()
+                raise
+            if task.cancelled() or task.result() is not None:
+                raise
+            return
         if error is not None:
-            raise asyncio.CancelledError if cancelled else error
+            raise error
+
+    async def _run(
+        self, body: Any, message: Message, ended: asyncio.Future[BaseException | None]
+    ) -> BaseException | None:
+        """How it ended, as a value: SystemExit out of a task would end the event loop."""
+        error: BaseException | None = None
+        try:
+            await self._in_time(body, message)
+        except BaseException as raised:
+            error = raised
+        if not ended.done():
+            ended.set_result(error)
+        return error
 
     async def _in_time(self, body: Any, message: Message) -> None:
         if self._kind.timeout is None:
@@ -97,14 +111,10 @@ class Handler:
             raise error
 
 
-async def _caught(handle: Callable[[], Awaitable[None]], ended: list[BaseException | None]) -> None:
-    """Note how it ended: SystemExit out of a task would end the event loop."""
-    try:
-        await handle()
-    except BaseException as error:
-        ended.append(error)
-    else:
-        ended.append(None)
+def _cancelled(ended: asyncio.Future[BaseException | None], _: object) -> None:
+    """Whoever waits is told of a task that was cancelled before its first step, too."""
+    if not ended.done():
+        ended.set_result(asyncio.CancelledError())
 
 
 def _call(consumer: Consumer[Any], body: Any, message: Message) -> BaseException | None:

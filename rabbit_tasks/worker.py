@@ -40,6 +40,7 @@ from rabbit_tasks.broker import (
 )
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.deadline import Deadline
+from rabbit_tasks.deliveries import Deliveries
 from rabbit_tasks.delivery import (
     NO_CONFIRM,
     SHAKEN,
@@ -57,6 +58,7 @@ from rabbit_tasks.errors import (
 )
 from rabbit_tasks.history import failure_of
 from rabbit_tasks.isolation import Children
+from rabbit_tasks.properties import Properties
 from rabbit_tasks.publisher import Publisher
 from rabbit_tasks.repeats import Repeats
 from rabbit_tasks.settings import Settings
@@ -414,8 +416,15 @@ class Worker:
         deliveries: asyncio.Queue[Delivery | None] = asyncio.Queue()
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-        async def on_message(message: DeliveredMessage) -> None:
-            deliveries.put_nowait(Delivery.of(message))
+        def on_delivery(tag: int, redelivered: bool, properties: bytes, body: bytes) -> None:
+            deliveries.put_nowait(
+                Delivery(
+                    body, Properties.decode(properties), redelivered=redelivered, tag=tag,
+                    deliveries=arriving,
+                )
+            )  # fmt: skip
+
+        arriving = Deliveries(connection, channel, on_delivery)
 
         def end(why: str) -> None:
             if not ended.done():
@@ -436,7 +445,7 @@ class Worker:
         tag = f"rabbit-tasks.{uuid.uuid4().hex}"
         try:
             await channel.basic_qos(prefetch_count=1, timeout=RPC_TIMEOUT)
-            await channel.basic_consume(queue, on_message, consumer_tag=tag, timeout=RPC_TIMEOUT)
+            await channel.basic_consume(queue, _taken, consumer_tag=tag, timeout=RPC_TIMEOUT)
             if how_often := self._repeats.over(f"{queue}: not consuming"):
                 log.info(
                     "%s: consuming again, %s", queue, how_often, extra={"fields": {"queue": queue}}
@@ -610,6 +619,10 @@ def _explained(text: str, but: BaseException | None = None) -> Iterator[None]:
         if error is but or is_cancelled():
             raise
         raise ConfigurationError(text.format(failure_of(error).log)) from error
+
+
+async def _taken(_: DeliveredMessage) -> None:
+    """What the client library would call with a delivery. None comes as far as there."""
 
 
 async def _all_of(tasks: set[asyncio.Task[None]], within: float | None = None) -> None:

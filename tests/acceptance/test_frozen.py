@@ -14,6 +14,7 @@ from rabbit_tasks import App, ConnectError, Publisher, Settings, Unconfirmed
 from rabbit_tasks import broker as brokers
 from rabbit_tasks import declare as declaring
 from rabbit_tasks.broker import Connection, connect
+from rabbit_tasks.deliveries import Deliveries
 from rabbit_tasks.delivery import Delivery
 from rabbit_tasks.properties import Properties
 from tests.conftest import eventually
@@ -70,12 +71,18 @@ async def test_every_call_ends_in_its_time_limit(
     for one in (publisher, closing, busy):
         await one.publish(Obey, Order())  # so that its channel is open
     got = await acking.basic_get(Obey.queue)
-    delivery = Delivery(b"", Properties.of({}), channel=acking, tag=got.delivery_tag or 0)
+    delivery = Delivery(
+        b"",
+        Properties.of({}),
+        tag=got.delivery_tag or 0,
+        deliveries=Deliveries(acks, acking, lambda *_: None),
+    )
 
     async def many_acks() -> None:
         full = asyncio.create_task(filling.basic_publish(bytes(16_000_000)))  # the socket is full
         for _ in range(1000):
-            await delivery.ack()
+            delivery.ack()
+            await asyncio.sleep(0)
         full.cancel()
 
     async def close_a_busy_one() -> None:

@@ -18,7 +18,7 @@ import heapq
 import itertools
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -37,7 +37,7 @@ from rabbit_tasks import message as names
 from rabbit_tasks import publisher as publisher_module
 from rabbit_tasks import worker as worker_module
 from rabbit_tasks.errors import ConnectError
-from rabbit_tasks.frames import Tap
+from rabbit_tasks.frames import BODY, HEADER, METHOD, Tap
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.topology import PARKING_LOT, parked_queue, topology_of
 from rabbit_tasks.worker import Worker
@@ -245,6 +245,7 @@ class Broker:
 # --- between the broker and its clients -----------------------------------------------------------
 
 
+_REJECT: Final = b"\0\x3c\0\x5a"
 _CHANNEL: Any = Channel  # (whose many parameters nobody here gives)
 
 
@@ -255,12 +256,11 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
         self.line = line
         self.unacked: dict[int, Letter] = {}
         self.tags = itertools.count(1)
-        self.number = len(line.pipes) + 1
         self.published = itertools.count(1)
         self.on_consumer_cancel_callbacks: set[Callable[[Any], Any]] = set()
         self.waiting: set[asyncio.Future[Any]] = set()
         self._closed: asyncio.Future[Any] = line.process.loop.create_future()
-        self._on_message: Callable[[Any], Awaitable[None]] | None = None
+        self.number = len(line.pipes) + 1
         self._cancelled_at = float("inf")
 
     @property
@@ -321,8 +321,7 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
     async def basic_qos(self, **_: Any) -> Any:
         return await self.ask(lambda: None)
 
-    async def basic_consume(self, queue: str, callback: Any, **_: Any) -> Any:
-        self._on_message = callback
+    async def basic_consume(self, queue: str, *_: Any, **__: Any) -> Any:
         broker = self.line.broker
 
         def consume() -> Any:
@@ -342,14 +341,16 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
 
         return await self.ask(cancel)
 
-    async def basic_ack(self, tag: int, **_: Any) -> Any:
+    def answer(self, method: bytes) -> None:
+        """An ack or a reject has been written."""
+        tag = int.from_bytes(method[4:12], "big")
+        if method[:4] == _REJECT:
+            self._tell(lambda: self.line.broker.reject(self, tag))
+            return
         # (In the same moment it cannot know, and it closes the channel at once.)
         if self._cancelled_at < self.line.process.world.now:
             self.line.process.world.fault("an ack for a consumer that was cancelled")
         self._tell(lambda: self.line.broker.ack(self, tag))
-
-    async def basic_reject(self, tag: int, **_: Any) -> Any:
-        self._tell(lambda: self.line.broker.reject(self, tag))
 
     async def rpc(self, _: Any, **__: Any) -> Any:
         return await self.ask(lambda: None)
@@ -383,14 +384,11 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
 
     def deliver(self, tag: int, letter: Letter, shown: Properties) -> None:
         """A message has come."""
-        header = SimpleNamespace(properties=SimpleNamespace(headers={"": shown.encode()}))
-        message = SimpleNamespace(
-            channel=self, body=letter.body, header=header, delivery_tag=tag,
-            redelivered=letter.returned,
-        )  # fmt: skip
-        assert self._on_message is not None
         if not self.is_closed:
-            self.line.process.spawn(self._on_message(message))
+            method = b"\0\x3c\0\x3c\0" + tag.to_bytes(8, "big") + bytes([letter.returned, 0, 0])
+            header = b"\0\x3c\0\0" + len(letter.body).to_bytes(8, "big") + shown.encode()
+            for kind, payload in ((METHOD, method), (HEADER, header), (BODY, letter.body)):
+                assert self.line.taps[self](kind, payload + b"\xce")
 
     def give_up(self) -> None:
         """The broker's patience with its consumer is over: by version, the channel goes or it alone."""
@@ -415,8 +413,8 @@ def _method(number: int, arguments: Any) -> bytes:
     return b"\x00\x3c" + number.to_bytes(2, "big") + bytes(arguments.marshal()) + b"\xce"
 
 
-def _one_publish(frames: bytes) -> tuple[int, list[bytes], bytes]:
-    """The channel of the first, the payloads of its frames, and what is left."""
+def _first(frames: bytes) -> tuple[int, list[bytes], bytes]:
+    """The channel of the first method, it and the payloads of its message, and what is left."""
     payloads: list[bytes] = []
     at = 0
     while at < len(frames) and (not payloads or frames[at] != 1):
@@ -470,14 +468,18 @@ class Line:
         self.taps[pipe] = tap
 
     def write(self, frames: bytes) -> None:
-        """Publishes: of each a method, a header, and a body where it has one."""
+        """Answers; and publishes: of each a method, a header, and a body where it has one."""
         while frames:
-            number, (method, header, *body), frames = _one_publish(frames)
+            number, (method, *message), frames = _first(frames)
+            pipe = self.pipes[number - 1]
+            if pipe.is_closed:
+                continue
+            if not message:
+                pipe.answer(method)
+                continue
             sent = Basic.Publish()
             sent.unmarshal(method[4:])
-            pipe = self.pipes[number - 1]
-            if not pipe.is_closed:
-                pipe.publish(sent.exchange, sent.routing_key, header[12:], b"".join(body))
+            pipe.publish(sent.exchange, sent.routing_key, message[0][12:], b"".join(message[1:]))
 
     async def unblocked(self) -> None: ...
 

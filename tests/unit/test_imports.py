@@ -21,7 +21,7 @@ FLOORS = [
     {"doctor", "pruning"},
     {"worker", "testing", "supervisor", "plan", "migration"},
     {"delivery", "parking", "pour", "watchdog", "deadline"},
-    {"declare"},
+    {"declare", "deliveries"},
     {"publisher"},
     {"confirms"},
     {"handler", "isolation", "broker", "repeats", "management"},

@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from typing import Any, cast
 
 import pytest
-from aiormq.channel import Channel
 
 from rabbit_tasks import Consumer, Done, Message, RetryPolicy
 from rabbit_tasks import message as names
+from rabbit_tasks.deliveries import Deliveries
 from rabbit_tasks.delivery import Delivery, DeliveryLost, Handling
 from rabbit_tasks.observer import Settled
 from rabbit_tasks.properties import Properties
@@ -24,7 +24,7 @@ WHEN = datetime(2026, 1, 1, tzinfo=UTC)
 
 @dataclass
 class Line:
-    """A channel, and a publisher, that note what comes over them."""
+    """What acks go over, and a publisher, that note what comes over them."""
 
     frame_max: int = 131_072
     acked: list[int] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Line:
     """The connection goes with the next ack, which the broker may have all the same."""
     copies: list[tuple[str, Properties]] = field(default_factory=list)
 
-    async def basic_ack(self, tag: int, *, wait: bool) -> None:
+    def ack(self, tag: int) -> None:
         self.acked.append(tag)
         if self.breaks:
             self.breaks = False
@@ -84,7 +84,11 @@ class Process:
         values = {"message_id": "customer-42", "timestamp": WHEN, **how}
         properties = Properties.of(headers, **{k: v for k, v in values.items() if v is not None})
         delivery = Delivery(
-            b"refresh", properties, redelivered=again, channel=cast(Channel, self.line), tag=tag
+            b"refresh",
+            properties,
+            redelivered=again,
+            tag=tag,
+            deliveries=cast(Deliveries, self.line),
         )
         self._hands.append(delivery)
         self._tasks.append(asyncio.create_task(self.handling.process(delivery)))

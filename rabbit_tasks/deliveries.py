@@ -1,0 +1,79 @@
+"""What the broker delivers on one channel, and the acks: as the frames they are.
+
+The client library makes a task and a dozen objects of a delivery. Here its three frames are read as
+they arrive; an ack is 21 bytes, written together with the others of its turn of the event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import aiormq.exceptions as amqp
+from aiormq.channel import Channel
+
+from rabbit_tasks.broker import Connection
+from rabbit_tasks.frames import BODY, HEADER, METHOD
+
+_DELIVER: Final = b"\x00\x3c\x00\x3c"
+_ACK: Final = b"\x00\x3c\x00\x50"
+_REJECT: Final = b"\x00\x3c\x00\x5a"
+
+OnDelivery = Callable[[int, bool, bytes, bytes], None]
+"""Called with a delivery's tag, whether it is a redelivery, its property list and its body."""
+
+
+class Deliveries:
+    """The deliveries of a channel that consumes.
+
+    on_delivery     called while the stream is read, for one after another: it must not raise
+    """
+
+    def __init__(self, connection: Connection, channel: Channel, on_delivery: OnDelivery) -> None:
+        self._connection = connection
+        self._channel = channel
+        self._on_delivery = on_delivery
+        self._head = bytes([METHOD]) + channel.number.to_bytes(2, "big") + (13).to_bytes(4, "big")
+        self._is_delivery = False
+        self._tag = 0
+        self._redelivered = False
+        self._properties = b""
+        self._left = 0
+        self._parts: list[bytes] = []
+        connection.tap(channel, self._frame)
+
+    def _frame(self, kind: int, payload: bytes) -> bool:
+        if kind == METHOD:
+            self._is_delivery = payload[:4] == _DELIVER
+            if self._is_delivery:
+                at = 5 + payload[4]  # behind the consumer's tag
+                self._tag = int.from_bytes(payload[at : at + 8], "big")
+                self._redelivered = payload[at + 8] & 1 == 1
+            return self._is_delivery
+        if not self._is_delivery:  # the message of a return, or of a get
+            return False
+        if kind == HEADER:
+            self._left = int.from_bytes(payload[4:12], "big")
+            self._properties = payload[12:-1]
+        elif kind == BODY:
+            self._parts.append(payload[:-1])
+            self._left -= len(payload) - 1
+        if self._left == 0:
+            parts, self._parts = self._parts, []
+            body = parts[0] if len(parts) == 1 else b"".join(parts)
+            self._on_delivery(self._tag, self._redelivered, self._properties, body)
+        return True
+
+    def ack(self, tag: int) -> None:
+        """The broker forgets it. What aiormq raises, where the channel is closed."""
+        self._answer(_ACK, tag)
+
+    def reject(self, tag: int) -> None:
+        """The broker dead-letters it. Raises as `ack` does."""
+        self._answer(_REJECT, tag)
+
+    def _answer(self, method: bytes, tag: int) -> None:
+        if self._channel.is_closed:
+            raise amqp.ChannelInvalidStateError("the channel was closed")
+        # (The bit behind the tag: not several; not back into the queue.)
+        self._connection.write(self._head + method + tag.to_bytes(8, "big") + b"\0\xce")
