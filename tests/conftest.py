@@ -153,7 +153,7 @@ def start_worker(url: str, tmp_path: Path, runs: Runs) -> Iterator[Callable[...,
 
 
 async def eventually(
-    condition: Callable[[], object | Awaitable[object]], within: float = 10
+    condition: Callable[[], object | Awaitable[object]], within: float = 30
 ) -> None:
     """Return when the condition, sync or async, holds; AssertionError when it does not in time."""
     deadline = time.monotonic() + within

@@ -124,7 +124,7 @@ def test_a_discard_tells_count_and_kinds_and_takes_nothing_that_came_after_the_q
         assert "Discard these 3 for good?" in said
         lot.park("d", "a")
         os.write(terminal, b"y\n")
-        out, err = command.communicate(timeout=30)
+        out, err = command.communicate(timeout=60)
     assert (command.returncode, out) == (0, b"3 discarded\n")
     assert b"3 of 5 parked for a lot/of.letters discarded" in err
     assert ids(cli) == ["d", "a"]
@@ -140,7 +140,7 @@ def test_a_discard_that_is_not_allowed_takes_nothing(
             command.send_signal(signal.SIGINT)
         else:
             os.write(terminal, answer)
-        out, err = command.communicate(timeout=30)
+        out, err = command.communicate(timeout=60)
     assert command.returncode == (1 if answer == b"n\n" else 130)
     assert (out, b"nothing discarded" in err, b"Traceback" in err) == (b"", True, False)
     assert ids(cli) == ["a", "b"]
@@ -281,7 +281,7 @@ def test_an_export_of_which_nobody_reads_the_rest_ends_without_a_traceback(
         assert json.loads(command.stdout.readline())["rabbit_tasks"] == 1
         command.stdout.close()
         err = command.stderr.read()
-        assert (command.wait(timeout=30), b"Traceback" in err) == (1, False)
+        assert (command.wait(60), b"Traceback" in err) == (1, False)
     assert ids(cli) == list(map(str, range(300)))
 
 
@@ -300,12 +300,12 @@ def test_a_reader_who_takes_his_time_costs_an_export_neither_its_connection_nor_
         lines = [command.stdout.readline()]
         threading.Event().wait(5)  # five heartbeats: the broker gives up after two
         lines += command.stdout.readlines()
-        assert (command.wait(timeout=30), len(lines)) == (0, 400)
+        assert (command.wait(60), len(lines)) == (0, 400)
     with export() as command:
         assert command.stdout is not None
         command.stdout.readline()
         command.send_signal(signal.SIGINT)
-        assert command.wait(timeout=30) == 130
+        assert command.wait(60) == 130
     assert ids(cli) == list(map(str, range(400)))
 
 

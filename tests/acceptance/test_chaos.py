@@ -199,10 +199,10 @@ async def test_interrupted_it_leaves_no_queue_and_tells_the_account_so_far(
     chaos: Start, left: Left, number: int, code: int
 ) -> None:
     run = chaos("--tasks", "1000000", "--kill", "0.05", "--workers", "2", "--work-time", "5ms")
-    await eventually(lambda: len(left()) > 5, within=20)
-    await eventually(lambda: "fleet" in str(fleet_of(run)), within=20)
+    await eventually(lambda: len(left()) > 5)
+    await eventually(lambda: "fleet" in str(fleet_of(run)))
     if number == signal.SIGINT:
-        await eventually(lambda: b"\ndone" in run.written, within=20)
+        await eventually(lambda: b"\ndone" in run.written)
     run.process.send_signal(number)
     assert await run.end() == code, run.log
     assert "interrupted: what is lost is not told" in run.log
@@ -222,11 +222,11 @@ def fleet_of(run: Run) -> list[str]:
 
 async def test_killed_it_takes_its_fleet_with_it(chaos: Start, left: Left) -> None:
     run = chaos("--tasks", "1000000", "--kill", "0", "--workers", "1")
-    await eventually(lambda: fleet_of(run), within=20)
-    await eventually(lambda: b"\ndone" in run.written, within=20)
+    await eventually(lambda: fleet_of(run))
+    await eventually(lambda: b"\ndone" in run.written)
     run.process.kill()
     await run.end()
-    await eventually(lambda: not fleet_of(run), within=20)
+    await eventually(lambda: not fleet_of(run))
     assert f"rabbit-tasks-chaos.{left()[0].split('.')[1]}.*" in run.log  # what is left has a name
 
 

@@ -96,7 +96,7 @@ async def _declared(cluster: Cluster) -> None:
     async with _to(cluster.nodes[0], cluster) as connection:
         for app in (obedient, mortal.app):
             await declare(connection, app.topology)
-    await eventually(lambda: set(cluster.members().values()) == {3}, within=20)
+    await eventually(lambda: set(cluster.members().values()) == {3})
     await asyncio.sleep(2)
 
 
@@ -116,7 +116,7 @@ async def test_a_message_in_the_hands_of_a_node_that_dies_is_there_again_after_t
         assert await depth(there, Obey.queue) == 0
         async with _down(dying, "kill", "start"):
             killed = time.monotonic()
-            await eventually(lambda: depth(there, Obey.queue), within=20)
+            await eventually(lambda: depth(there, Obey.queue))
             took = time.monotonic() - killed
         await here.end()
     figures.add(f"in the hands of a node that was killed: there again after {took:.1f} s")
@@ -277,7 +277,7 @@ async def test_nodes_that_go_and_come_back_park_nothing(
     end = tmp_path / "end"
     async with Publisher.open(settings) as publisher:
         longs = await publisher.publish_many(Mortal, [Order(until=str(end))] * 2)
-    await eventually(lambda: {row["id"] for row in runs.all()} == set(longs), within=20)
+    await eventually(lambda: {row["id"] for row in runs.all()} == set(longs))
     for number in range(times):
         async with _down(cluster.nodes[number % 3], verb, "start"):
             await asyncio.sleep(

@@ -112,7 +112,7 @@ async def test_what_dies_twice_beside_a_deadly_message_is_done_in_the_end(
         await eventually(lambda times=times: len(runs.all("start", unlucky)) == times)  # type: ignore[misc]
         worker.kill()
     worker = start_worker(app=APP).ready()
-    await eventually(lambda: runs.all("end", unlucky), within=20)
+    await eventually(lambda: runs.all("end", unlucky))
     assert "its worker died 2 times" in worker.log
     assert await asyncio.to_thread(worker.terminate) == 0
     assert all([await depth(connection, q.name) == 0 for q in mortal.app.topology.queues])
@@ -129,7 +129,7 @@ async def test_a_failed_attempt_ends_the_count_of_deaths(
         await eventually(lambda times=times: len(runs.all("start", message_id)) == times)  # type: ignore[misc]
         worker.kill()
     worker = start_worker(app=APP).ready()
-    await eventually(lambda: depth(connection, "mortal.parked"), within=30)
+    await eventually(lambda: depth(connection, "mortal.parked"))
     (one,) = await parked(connection)
     assert one.reason == "failed 2 attempts of 2"
     assert runs.attempts(message_id) == [1, 1, 1, 2]
@@ -162,23 +162,23 @@ async def test_lost_connections_park_nothing(
             for each in lines
         ]
         for worker in fleet:
-            await eventually(partial(_connected, worker, 1), within=30)
+            await eventually(partial(_connected, worker, 1))
         end = tmp_path / "end"
         long = await publisher.publish(Common, Order(until=str(end)))
-        await eventually(lambda: runs.all("start", long), within=20)
+        await eventually(lambda: runs.all("start", long))
         for lost in range(times):
             each, worker = lines[lost % workers], fleet[lost % workers]
             before = worker.log.count("connected to RabbitMQ")
             assert each.cut() > 0
-            await eventually(partial(_connected, worker, before + 1), within=30)
+            await eventually(partial(_connected, worker, before + 1))
             # A copy must be confirmed once in so many deliveries as the limit allows.
             await asyncio.sleep(0.5)
         end.touch()
         await eventually(lambda: runs.all("end", long))
-        await eventually(partial(_is_empty, connection, mortal.common), within=30)
+        await eventually(partial(_is_empty, connection, mortal.common))
         assert len(runs.all("start", long)) <= workers  # never two at once in one process
         for worker in fleet:
-            assert await asyncio.to_thread(worker.terminate, 10) == 0
+            assert await asyncio.to_thread(worker.terminate) == 0
             assert "Traceback" not in worker.log
 
 
@@ -215,7 +215,7 @@ async def test_broker_restarts_park_nothing(
     await eventually(partial(_is_empty, opened, mortal.app), within=60)
     await opened.end()
     for worker in fleet:
-        assert await asyncio.to_thread(worker.terminate, 10) == 0
+        assert await asyncio.to_thread(worker.terminate) == 0
         assert "Traceback" not in worker.log
 
 

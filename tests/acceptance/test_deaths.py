@@ -36,7 +36,7 @@ async def test_killed_while_the_message_waits_in_each_retry_queue_it_is_tried_th
         # One slot: the broker hands out the next message when it has the ack of the one before.
         behind = await publisher.publish(patient.Patient, Order(do="sleep", seconds=600))
         worker = start_worker("patient.async", app=PATIENT)
-        await eventually(lambda behind=behind: runs.all("start", behind), within=20)  # type: ignore[misc]
+        await eventually(lambda behind=behind: runs.all("start", behind))  # type: ignore[misc]
         assert runs.attempts(failing) == list(range(1, attempt + 1))
         assert await depth(connection, retry_queue) == 1
         worker.kill()
@@ -48,7 +48,7 @@ async def test_killed_while_the_message_waits_in_each_retry_queue_it_is_tried_th
         assert found.properties.headers.get("x-retry-count") is None
         await eventually(lambda: depth(connection, "patient.async"))  # back by the broker alone
     start_worker("patient.async", app=PATIENT)
-    await eventually(lambda: depth(connection, "patient.async.parked"), within=20)
+    await eventually(lambda: depth(connection, "patient.async.parked"))
     assert runs.attempts(failing) == [1, 2, 3]
     (parked,) = [one async for one in browse(connection, "patient.async")]
     assert parked.id == failing
@@ -66,7 +66,7 @@ async def start_again_and_again(
         worker = start()
         while worker.is_running:
             if await until():
-                await asyncio.to_thread(worker.terminate, 10)
+                await asyncio.to_thread(worker.terminate)
                 return deaths
             await asyncio.sleep(0.02)
         deaths += 1
@@ -144,7 +144,7 @@ async def test_workers_killed_under_load_lose_nothing(
     await eventually(lambda: len({row["id"] for row in runs.all("end")}) == len(ids), within=40)
     assert {row["id"] for row in runs.all("end")} == set(ids)
     for worker in pair:
-        assert await asyncio.to_thread(worker.terminate, 10) == 0
+        assert await asyncio.to_thread(worker.terminate) == 0
         assert "Traceback" not in worker.log
         assert "never retrieved" not in worker.log
     for queue in obedient.topology.queues:

@@ -178,10 +178,10 @@ async def test_a_worker_that_dies_ends_the_demo_with_its_exit_code(
     start_demo: Callable[..., Demo],
 ) -> None:
     demo = start_demo()
-    wait_until(lambda: "→ done" in demo.output, 30)
+    wait_until(lambda: "→ done" in demo.output)
     (pid,) = re.findall(r"`rabbit-tasks work`, process (\d+)", demo.output)
     os.kill(int(pid), signal.SIGKILL)
-    assert demo.process.wait(30) == 1
+    assert demo.process.wait(60) == 1
     assert "error: the worker ended with exit code -9" in demo.output
 
 
@@ -190,13 +190,13 @@ async def test_an_interrupted_demo_takes_its_worker_with_it_and_loses_nothing(
     start_demo: Callable[..., Demo], connection: Connection, tmp_path: Path, how: str
 ) -> None:
     demo = start_demo()
-    wait_until(lambda: "→ retry" in demo.output, 30)
+    wait_until(lambda: "→ retry" in demo.output)
     if how == "Ctrl-C":  # goes to the whole group
         os.killpg(demo.process.pid, signal.SIGINT)
-        assert demo.process.wait(30) == 130
+        assert demo.process.wait(60) == 130
     else:
         demo.process.terminate()
-        assert demo.process.wait(30) == 143
+        assert demo.process.wait(60) == 143
     assert "Traceback" not in demo.output
     assert not demo.worker_is_running()
     await eventually(lambda: consumers_gone(connection))
@@ -214,7 +214,7 @@ async def test_the_demo_does_not_share_its_queue_with_somebody_elses_worker(
 ) -> None:
     start_worker("--declare", app="rabbit_tasks.demo:app").ready()
     demo = start_demo()
-    assert demo.process.wait(30) == 1
+    assert demo.process.wait(60) == 1
     assert "4 other consumers take from images.resize" in demo.output
     assert "RABBIT_TASKS_VHOST" in demo.output
 
@@ -224,7 +224,7 @@ def test_a_folder_without_images_is_said_so(
 ) -> None:
     (tmp_path / "empty").mkdir()
     demo = start_demo("empty")
-    assert demo.process.wait(30) == 1
+    assert demo.process.wait(60) == 1
     assert demo.output == f"error: there are no images in {tmp_path / 'empty'}\n"
 
 

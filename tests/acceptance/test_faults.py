@@ -61,12 +61,12 @@ async def test_with_a_part_of_its_topology_gone_it_holds_the_message_until_the_p
         assert "missing" in line or "no such queue" in line
         assert "rabbit-tasks topology declare" in line
     others = [await publisher.publish(kind, Order()) for kind in (Obey, ObeyInThread)]
-    await eventually(lambda: {row["id"] for row in runs.all("end")} == set(others), within=2)
-    await eventually(lambda: len(held(worker, retried)) == 3, within=8)
+    await eventually(lambda: {row["id"] for row in runs.all("end")} == set(others))
+    await eventually(lambda: len(held(worker, retried)) == 3)
     await declare_by_hand(url)
-    await eventually(lambda: runs.all("end", retried), within=10)
+    await eventually(lambda: runs.all("end", retried))
     for queue, message_id in (("obey.thread", parked), ("obey.process", unbound)):
-        await eventually(lambda q=queue: depth(connection, f"{q}.parked"), within=10)  # type: ignore[misc]
+        await eventually(lambda q=queue: depth(connection, f"{q}.parked"))  # type: ignore[misc]
         (found,) = await take_all(connection, f"{queue}.parked")
         assert found.properties.text("message_id") == message_id
         assert runs.attempts(message_id) == [1]
@@ -87,7 +87,7 @@ async def test_with_the_parking_exchange_gone_it_holds_the_message_and_does_not_
     assert "parking-lot" in held(worker, parked)[0]
     assert "rabbit-tasks topology declare" in held(worker, parked)[0]
     other = await publisher.publish(Obey, Order())
-    await eventually(lambda: runs.all("end", other), within=2)
+    await eventually(lambda: runs.all("end", other))
 
     broker.delete(vhost, "queues", "obey.async.retry.1.200ms")
     retried = await publisher.publish(Obey, Order(do="raise", times=1))
@@ -96,12 +96,12 @@ async def test_with_the_parking_exchange_gone_it_holds_the_message_and_does_not_
         stats = broker.api("GET", f"/vhosts/{quote(vhost, safe='')}").get("message_stats", {})
         return int(stats.get("return_unroutable", 0))
 
-    await eventually(returned, within=15)  # (the broker counts every five seconds)
+    await eventually(returned)  # (the broker counts every five seconds)
     assert returned() <= len(held(worker, retried)) <= 6  # 0.5, 1, 2, 4 s and a little
     assert len(worker.log.splitlines()) < 20
     await declare_by_hand(url)
-    await eventually(lambda: runs.all("end", retried), within=15)
-    await eventually(lambda: depth(connection, "obey.async.parked"), within=15)
+    await eventually(lambda: runs.all("end", retried))
+    await eventually(lambda: depth(connection, "obey.async.parked"))
     assert runs.attempts(retried) == [1, 2]
     assert runs.attempts(parked) == [1]
     assert_clean(worker)
@@ -118,7 +118,7 @@ async def test_a_connection_lost_in_mid_handler_makes_no_second_run(
     await declared(patient.app)
     async with line(broker) as cable:
         worker = start_worker(app="tests.support.patient:app", RABBIT_TASKS_URL=cable.url(vhost))
-        await eventually(partial(_connected, worker, 1), within=30)  # (this loop is the line)
+        await eventually(partial(_connected, worker, 1))  # (this loop is the line)
         failing = [
             await publisher.publish(kind, Order(do="raise", seconds=4, times=1))
             for kind in patient.KINDS
@@ -128,7 +128,7 @@ async def test_a_connection_lost_in_mid_handler_makes_no_second_run(
             assert cable.cut() == 2
             await eventually(partial(_connected, worker, times + 1))
         assert " failed: " not in worker.log, "too slow: the handlers ended before the second loss"
-        await eventually(lambda: len(runs.all("end")) == 3, within=20)
+        await eventually(lambda: len(runs.all("end")) == 3)
         assert all(runs.attempts(message_id) == [1, 2] for message_id in failing)
 
         # Lost while it runs and through before the redelivery: the outcome waits for it.
@@ -139,14 +139,14 @@ async def test_a_connection_lost_in_mid_handler_makes_no_second_run(
         cable.down()
         await eventually(lambda: {row["id"] for row in runs.all("end")} >= set(quick))
         await cable.up()
-        await eventually(partial(_connected, worker, 4), within=15)
+        await eventually(partial(_connected, worker, 4))
         for queue in patient.app.topology.queues:
             await eventually(partial(_is_empty, connection, queue.name))
         marks = [await publisher.publish(kind, Order()) for kind in patient.KINDS]
         await eventually(lambda: {row["id"] for row in runs.all("end")} >= set(marks))
         assert all(runs.attempts(message_id) == [1] for message_id in quick)
         assert_clean(worker)
-        assert await asyncio.to_thread(worker.terminate, 10) == 0
+        assert await asyncio.to_thread(worker.terminate) == 0
     for kind in patient.KINDS:  # acked, all of them: nothing comes back
         assert await depth(connection, kind.queue) == 0
         assert await depth(connection, f"{kind.queue}.parked") == 0

@@ -22,14 +22,14 @@ from tests.support import patient, stalling, unruly
 from tests.support.brokers import Broker
 from tests.support.obedient import Obey, ObeyInThread, Order
 from tests.support.obedient import app as obedient
-from tests.support.workers import Runs, WorkerProcess
+from tests.support.workers import SOON, Runs, WorkerProcess
 
 Declared = Callable[[App], Awaitable[None]]
 Start = Callable[..., WorkerProcess]
 PATIENT = "tests.support.patient:app"
 STALLING = "tests.support.stalling"
-SLACK = 1.0
-"""Seconds for a busy machine to tell us that a process is gone."""
+SLACK = 4.0
+"""Seconds that a busy machine may take for its own part."""
 
 
 @pytest.fixture(autouse=True)
@@ -128,9 +128,9 @@ async def test_every_call_ends_in_its_time_limit(
         took[name] = time.monotonic() - began
 
     async with frozen(broker):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             await asyncio.gather(*(timed(name, *what) for name, what in calls.items()))
-        assert {name: took[name] for name in took if took[name] > limit + 0.8} == {}
+        assert {name: took[name] for name in took if took[name] > limit + SLACK} == {}
         for connection in several:
             await connection.end(within=0)
         await publisher.close(within=0)
@@ -238,8 +238,7 @@ async def test_a_worker_that_fails_does_not_wait_longer_for_its_threads(
         await eventually(lambda: runs.all())
     finally:
         broker.delete_user("passing")  # and the broker closes its connections
-    await eventually(lambda: not worker.is_running, within=15)
-    assert await asyncio.to_thread(worker.wait, 1) == 1
+    assert await asyncio.to_thread(worker.wait, SOON) == 1
     assert "error: " in worker.log
     assert "refused user 'passing'" in worker.log
     assert "Traceback" not in worker.log

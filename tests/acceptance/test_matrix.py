@@ -49,7 +49,7 @@ async def _scene(
             RABBIT_TASKS_RECONNECT_CAP="1",
             **ENVIRONMENT,
         )
-        await eventually(lambda: "connected to RabbitMQ" in worker.log, within=30)
+        await eventually(lambda: "connected to RabbitMQ" in worker.log)
         settings = settings.changed(heartbeat=2, publish_timeout=3, connect_timeout=3)
         load = Load(settings)
         yield Scene(broker, vhost, user, settings, cable, namespace, worker, load, runs)

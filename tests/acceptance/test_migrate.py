@@ -79,7 +79,7 @@ async def all_of(connection: Connection, queue: str) -> list[Found]:
 
     channel = await connection.open()
     await channel.basic_consume(queue, on_message, no_ack=True)
-    await eventually(lambda: len(found) >= wanted, within=30)
+    await eventually(lambda: len(found) >= wanted)
     await channel.close()
     return found
 

@@ -82,16 +82,16 @@ def test_declare_work_publish_and_parked_each_run_under_the_least_rights(
     publish = ("--url", publishes, *APP, "publish", QUEUE)
     worker = start()
     done, parked = fine(cli(*publish, *map(json.dumps, orders[:2]))).out.split()
-    wait_until(lambda: runs.all("end", done) and ready(f"{QUEUE}.parked") == 1, 30)
+    wait_until(lambda: runs.all("end", done) and ready(f"{QUEUE}.parked") == 1)
     assert runs.attempts(done) == [1, 2, 3]
 
     deadly = fine(cli(*publish, json.dumps(orders[2]))).out.strip()
     for deaths in (1, 2):
-        wait_until(lambda: len(runs.all("start", deadly)) == deaths, 30)  # noqa: B023
+        wait_until(lambda: len(runs.all("start", deadly)) == deaths)  # noqa: B023
         worker.kill()
         worker = start()
     crashed = [f"{QUEUE}.crashed.{delay}" for delay in ("1s", "2s", "4s", "8s")]
-    wait_until(lambda: ready(*crashed) == 1, 30)
+    wait_until(lambda: ready(*crashed) == 1)
     worker.kill()
     go.touch()
 
@@ -100,11 +100,11 @@ def test_declare_work_publish_and_parked_each_run_under_the_least_rights(
     assert parked in fine(cli(*lot, "show", QUEUE, parked)).out
     fine(cli(*lot, "replay", QUEUE, "--all"))
     # (The deadly one may be back as well by now.)
-    wait_until(lambda: ready(f"{QUEUE}.parked") == 0 and ready(QUEUE) >= 1, 10)
+    wait_until(lambda: ready(f"{QUEUE}.parked") == 0 and ready(QUEUE) >= 1)
 
     slow = fine(cli(*publish, json.dumps(orders[3]))).out.strip()
     worker = start()
-    wait_until(lambda: runs.all("start", slow) and ready(f"{QUEUE}.parked") == 1, 30)
+    wait_until(lambda: runs.all("start", slow) and ready(f"{QUEUE}.parked") == 1)
     assert worker.terminate() == 0
     assert "ACCESS_REFUSED" not in worker.log
     assert ready(QUEUE) >= 1  # put back
@@ -165,11 +165,11 @@ def test_a_worker_without_one_of_its_rights_holds_the_message_and_says_which(
     ):
         worker = start_worker(QUEUE, RABBIT_TASKS_URL=may("work", write=write, read=read)).ready()
         fine(cli(*APP, "publish", QUEUE, json.dumps({"do": order})))
-        wait_until(lambda: "ACCESS_REFUSED" in worker.log, 30)  # noqa: B023
+        wait_until(lambda: "ACCESS_REFUSED" in worker.log)  # noqa: B023
         assert worker.is_running
         worker.kill()
     # (The second parks what the first has left.)
-    wait_until(lambda: ready(QUEUE, f"{QUEUE}.parked") == 3, 10)
+    wait_until(lambda: ready(QUEUE, f"{QUEUE}.parked") == 3)
 
 
 def test_permissions_are_told_as_commands_to_paste(cli: Run, vhost: str) -> None:

@@ -107,7 +107,7 @@ def test_a_delay_changed_over_queues_with_messages_waiting_loses_none_and_is_cle
         f"kept '{stale}': 3 messages in it, to go home to 'shop orders'\n"
     )
     start_worker(app=new[1]).ready()
-    wait_until(lambda: len(done(tmp_path)) == 3, 20)
+    wait_until(lambda: len(done(tmp_path)) == 3)
     assert done(tmp_path) == ["0 2", "1 2", "2 2"]
 
     pruned = cli(*new, "topology", "declare", "--prune")
@@ -153,7 +153,7 @@ def test_prune_beside_a_worker_of_the_older_policy_is_refused_in_one_line(
         rows = broker.api("GET", f"/vhosts/{quote(vhost, safe='')}/connections")
         return [row for row in rows if "worker" in row.get("user_provided_name", "")]
 
-    wait_until(listed, 20)
+    wait_until(listed)
     refused = cli(*new, "topology", "declare", "--prune")
     assert refused.code == 1
     assert "created 'shop orders.retry.1.9s'" in refused.out

@@ -181,7 +181,7 @@ def test_a_reader_that_has_enough_ends_it_without_a_word(
         assert command.stderr is not None
         command.stdout.readline()
         command.stdout.close()
-        assert command.wait(30) == 1
+        assert command.wait(60) == 1
         assert command.stderr.read() == ""
     assert lot.depth("letters.parked") == 1503
 
@@ -194,7 +194,7 @@ def test_a_reader_that_waits_does_not_keep_the_queue(lot: Lot, url: str, cli: Ru
         assert len(names(cli, "--limit", "3")) == 3
         assert slow.poll() is None
         assert len(slow.stdout.read().splitlines()) == 1499
-        assert slow.wait(30) == 0
+        assert slow.wait(60) == 0
 
 
 @pytest.mark.parametrize("verb", ["list", "groups"])

@@ -323,7 +323,7 @@ def test_ctrl_c_ends_it_between_messages_says_what_was_done_and_the_same_goes_on
     while lot.depth("letters") < 3:
         assert time.monotonic() < until
     command.send_signal(signal.SIGINT)
-    out, err = command.communicate(timeout=30)
+    out, err = command.communicate(timeout=60)
     assert command.returncode == 130, err
     done = lot.depth("letters")
     assert out == f"{done} replayed to letters\n"
@@ -375,7 +375,7 @@ def test_a_replay_that_was_killed_is_ended_by_the_next_which_says_what_it_found(
     while lot.depth("letters") < 3:
         assert time.monotonic() < until
     command.kill()
-    command.communicate(timeout=30)
+    command.communicate(timeout=60)
     rest = cli("parked", "replay", "letters", "--all")
     assert rest.code == 0
     found = [one.properties.text("message_id") or "" for one in lot.take_all("letters")]

@@ -121,9 +121,9 @@ async def test_a_worker_waits_for_a_broker_that_is_not_there_yet(
     assert len(worker.log.splitlines()) == len(tries)
     await line.up()
     try:
-        await eventually(lambda: "connected to RabbitMQ" in worker.log, within=15)
+        await eventually(lambda: "connected to RabbitMQ" in worker.log)
         message_id = await publisher.publish(Obey, Order())
         await eventually(lambda: runs.all("end", message_id))
-        assert await asyncio.to_thread(worker.terminate, 8) == 0
+        assert await asyncio.to_thread(worker.terminate) == 0
     finally:
         line.down()

@@ -21,7 +21,7 @@ from tests.support.brokers import Broker
 from tests.support.obedient import Obey, Order
 from tests.support.obedient import app as obedient
 from tests.support.queues import depth, take_all
-from tests.support.workers import Runs, WorkerProcess, is_gone
+from tests.support.workers import SOON, Runs, WorkerProcess, is_gone
 
 Declared = Callable[[App], Awaitable[None]]
 Start = Callable[..., WorkerProcess]
@@ -31,9 +31,9 @@ QUEUES = [kind.queue for kind in patient.KINDS]
 both_signals = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
 
-async def stopped(worker: WorkerProcess, within: float) -> int:
-    """Its exit code; it must end within so many seconds."""
-    return await asyncio.to_thread(worker.wait, within)
+async def stopped(worker: WorkerProcess) -> int:
+    """Its exit code; it must end soon."""
+    return await asyncio.to_thread(worker.wait, SOON)
 
 
 async def publish_to_each(publisher: Publisher, order: Order) -> list[str]:
@@ -51,7 +51,7 @@ async def test_a_handler_that_runs_is_finished_and_acked(
     await eventually(lambda: len(runs.all()) == 3)
     await publish_to_each(publisher, Order())  # not to be taken any more
     worker.signal(number)
-    assert await stopped(worker, 8) == 0
+    assert await stopped(worker) == 0
     assert sorted(row["id"] for row in runs.all("end")) == sorted(ids)
     assert len(runs.all()) == 3
     assert [await depth(connection, queue) for queue in QUEUES] == [1, 1, 1]
@@ -79,7 +79,7 @@ async def test_thirty_workers_in_a_row_put_back_what_they_could_not_finish(
         gate.touch()
         await eventually(lambda n=number: len(runs.all()) == 3 * (n - 1))  # type: ignore[misc]
         worker.signal(signal.SIGTERM)
-        assert await stopped(worker, 8) == 0, worker.log
+        assert await stopped(worker) == 0, worker.log
         assert "Traceback" not in worker.log
     for message_id in ids:
         assert runs.attempts(message_id) == [1] * rounds
@@ -102,7 +102,7 @@ async def test_a_thread_that_goes_on_does_not_hold_the_worker(
     await publisher.publish(patient.PatientInThread, Order(do="sleep", seconds=600))
     await eventually(lambda: runs.all())
     worker.signal(signal.SIGTERM)
-    assert await stopped(worker, 4) == 0
+    assert await stopped(worker) == 0
     assert await depth(connection, "patient.thread") == 1
 
 
@@ -120,7 +120,7 @@ async def test_a_second_signal_stops_now(
     await asyncio.to_thread(time.sleep, 0.3)  # it must be waiting when the second one comes
     assert worker.is_running
     worker.signal(number)
-    assert await stopped(worker, 4) == 0
+    assert await stopped(worker) == 0
     for queue, message_id in zip(QUEUES, ids, strict=True):
         (back,) = await take_all(connection, queue)
         assert back.properties.text("message_id") == message_id
@@ -134,7 +134,7 @@ async def test_an_idle_worker_stops_at_once(
     await declared(obedient)
     worker = start_worker().ready()
     worker.signal(number)
-    assert await stopped(worker, 3) == 0
+    assert await stopped(worker) == 0
     assert "Traceback" not in worker.log
 
 
@@ -154,7 +154,7 @@ async def test_a_worker_without_a_broker_stops_at_once(
         else:
             await eventually(lambda: "next try" in worker.log)
         worker.signal(signal.SIGTERM)
-        assert await stopped(worker, 3) == 0
+        assert await stopped(worker) == 0
         if listening:
             talk.close()
     assert "Traceback" not in worker.log
@@ -170,7 +170,7 @@ async def test_a_message_that_is_held_because_its_retry_queue_is_missing_is_put_
     await publisher.publish(Obey, Order(do="raise"))
     await eventually(lambda: "is held" in worker.log)
     worker.signal(signal.SIGTERM)
-    assert await stopped(worker, 4) == 0
+    assert await stopped(worker) == 0
     (back,) = await take_all(connection, "obey.async")
     assert "x-retry-count" not in back.properties.headers
     assert "x-error-type" not in back.properties.headers
@@ -188,17 +188,17 @@ async def test_signals_during_the_start_end_it(
         early[-1].signal(signal.SIGTERM)
     for worker in early:
         # Before our own first line Python has its way with a signal, which does no harm.
-        assert await stopped(worker, 8) in (0, -signal.SIGTERM)
+        assert await stopped(worker) in (0, -signal.SIGTERM)
     gate = tmp_path / "gate"
     late = [start_worker("patient.async", app=PATIENT, PATIENT_GATE=str(gate)) for _ in range(6)]
     for worker in late:
-        await eventually(lambda worker=worker: "at the gate" in worker.log, within=20)  # type: ignore[misc]
+        await eventually(lambda worker=worker: "at the gate" in worker.log)  # type: ignore[misc]
     gate.touch()
     for worker in late:  # some in the handshake, some before, some behind
         await asyncio.to_thread(time.sleep, 0.007)
         worker.signal(signal.SIGTERM)
     for worker in late:
-        assert await stopped(worker, 8) == 0
+        assert await stopped(worker) == 0
     for worker in (*early, *late):
         for word in ("traceback", "error", "never", "destroyed"):
             assert word not in worker.log.lower(), worker.log
@@ -209,7 +209,7 @@ async def test_a_signal_ends_a_start_that_hangs(start_worker: Start, declared: D
     worker = start_worker("--grace", "0.5", app="tests.support.unruly:slow_to_open")
     await eventually(lambda: "lifespan: opening" in worker.log)
     worker.signal(signal.SIGTERM)
-    assert await stopped(worker, 4) == 0
+    assert await stopped(worker) == 0
     assert "Traceback" not in worker.log
 
 
@@ -232,8 +232,8 @@ async def test_no_child_outlives_its_worker(
     for worker in workers:
         worker.signal(number)
     for worker in workers:
-        assert await stopped(worker, 5) == (-number if number == signal.SIGKILL else 0)
-    await eventually(lambda: all(is_gone(pid) for pid in children), within=3)
+        assert await stopped(worker) == (-number if number == signal.SIGKILL else 0)
+    await eventually(lambda: all(is_gone(pid) for pid in children))
     for worker in workers:
         with pytest.raises(ProcessLookupError):  # nor anything else of its group
-            await eventually(lambda worker=worker: os.killpg(worker.pid, 0), within=3)  # type: ignore[misc]
+            await eventually(lambda worker=worker: os.killpg(worker.pid, 0))  # type: ignore[misc]

@@ -23,7 +23,7 @@ from tests.support import patient, supervised, unruly
 from tests.support.brokers import Broker
 from tests.support.obedient import Order
 from tests.support.queues import depth
-from tests.support.workers import Runs, WorkerProcess, is_gone, processes
+from tests.support.workers import SOON, Runs, WorkerProcess, is_gone, processes
 
 Declared = Callable[[App], Awaitable[None]]
 Start = Callable[..., WorkerProcess]
@@ -33,11 +33,11 @@ SUPERVISED = "tests.support.supervised:app"
 
 async def consuming(fleet: WorkerProcess, workers: int) -> None:
     """Wait until so many workers have begun to consume, one after another or all at once."""
-    await eventually(lambda: fleet.log.count("connected to RabbitMQ") >= workers, within=20)
+    await eventually(lambda: fleet.log.count("connected to RabbitMQ") >= workers)
 
 
-async def stopped(fleet: WorkerProcess, within: float = 8) -> int:
-    return await asyncio.to_thread(fleet.wait, within)
+async def stopped(fleet: WorkerProcess) -> int:
+    return await asyncio.to_thread(fleet.wait, SOON)
 
 
 async def test_a_worker_that_is_killed_is_replaced_and_its_message_is_done(
@@ -53,9 +53,9 @@ async def test_a_worker_that_is_killed_is_replaced_and_its_message_is_done(
     (victim,) = [parent for pid, _, parent, _ in processes() if pid == child]
     assert victim in fleet.workers()
     os.kill(victim, signal.SIGKILL)
-    await eventually(lambda: runs.all("end", message_id), within=20)
+    await eventually(lambda: runs.all("end", message_id))
     assert runs.attempts(message_id) == [1, 1]
-    await eventually(lambda: is_gone(child), within=3)
+    await eventually(lambda: is_gone(child))
     await consuming(fleet, 3)
     (died,) = [line for line in fleet.lines() if line["level"] == "error"]
     assert died["pid"] == victim
@@ -65,7 +65,7 @@ async def test_a_worker_that_is_killed_is_replaced_and_its_message_is_done(
     names = [line["worker"] for line in fleet.lines() if "connected" in line["message"]]
     assert sorted(names[:2]) == ["box-1", "box-2"]
     assert names[2] == f"box-{died['number']}"
-    assert await asyncio.to_thread(fleet.terminate, 8) == 0
+    assert await asyncio.to_thread(fleet.terminate) == 0
     assert await depth(connection, "patient.process") == 0
 
 
@@ -82,7 +82,7 @@ async def test_deaths_in_a_row_are_answered_with_growing_pauses_that_are_kept(
         "--processes", "1", app=SUPERVISED, SUPERVISED_FAILS=str(fails),
         RABBIT_TASKS_RESTART_CAP="400ms",
     )  # fmt: skip
-    await eventually(lambda: fleet.log.count("killed by SIGKILL") >= 5, within=20)
+    await eventually(lambda: fleet.log.count("killed by SIGKILL") >= 5)
     fails.unlink()
     await consuming(fleet, 1)
     lines = [line for line in fleet.lines() if "number" in line]
@@ -94,7 +94,7 @@ async def test_deaths_in_a_row_are_answered_with_growing_pauses_that_are_kept(
     for death, birth in zip(deaths, births[1:], strict=True):
         assert clock(birth["time"]) - clock(death["time"]) >= death["pause"] - 0.005
     assert fleet.is_running
-    assert await asyncio.to_thread(fleet.terminate, 8) == 0
+    assert await asyncio.to_thread(fleet.terminate) == 0
 
 
 def clock(text: str) -> float:
@@ -122,7 +122,7 @@ async def test_what_no_worker_can_begin_with_ends_the_whole_at_once_with_one_lin
     }
     words = {2: "there is no module 'tests.support.nothing'", 1: "rabbit-tasks topology declare"}
     for code, fleet in fleets.items():
-        assert await stopped(fleet, within=10) == code, fleet.log
+        assert await stopped(fleet) == code, fleet.log
         (line,) = [line for line in fleet.lines() if line["level"] != "info"]
         assert line["message"].startswith("stopping, for worker ")
         assert words[code] in line["message"]
@@ -171,7 +171,7 @@ async def test_a_replacement_that_fails_otherwise_is_tried_again_while_the_other
     await eventually(lambda: runs.all("end", message_id))
     fails.unlink()
     await consuming(fleet, 3)
-    assert await asyncio.to_thread(fleet.terminate, 8) == 0
+    assert await asyncio.to_thread(fleet.terminate) == 0
     fails.touch()  # … and an app that has never worked is told from one that has
     fleet = start_worker("--processes", "2", app=SUPERVISED, SUPERVISED_FAILS=str(fails))
     assert await stopped(fleet) == 1
@@ -224,7 +224,7 @@ async def test_a_second_ctrl_c_stops_all_of_them_now(
     await eventually(lambda: fleet.log.count("stopping: finishing what is in hand") == 2)
     assert fleet.is_running
     os.killpg(fleet.pid, signal.SIGINT)
-    assert await stopped(fleet, within=5) == 0, fleet.log
+    assert await stopped(fleet) == 0, fleet.log
     for kind in patient.KINDS:
         assert await depth(connection, kind.queue) == 1
         assert await depth(connection, f"{kind.queue}.parked") == 0

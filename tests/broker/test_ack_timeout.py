@@ -86,7 +86,7 @@ async def test_a_handler_that_outlasts_its_ack_timeout_runs_once_and_is_settled_
         await publisher.publish(
             kind, Order(do="raise", seconds=2.5, times=1), message_id=kind.queue
         )
-    await eventually(lambda: len(runs.all("end")) == 3, within=20)
+    await eventually(lambda: len(runs.all("end")) == 3)
     await eventually(lambda: len(settled) == 6)
     await running.end()
     for kind in patient.KINDS:

@@ -13,6 +13,7 @@ from rabbit_tasks.broker import Connection
 from rabbit_tasks.observer import Settled
 from tests.conftest import eventually
 from tests.support.inprocess import Running
+from tests.support.pace import pace
 from tests.support.queues import depth
 from tests.support.wire import properties, short
 
@@ -20,8 +21,9 @@ Run = Callable[[App], Awaitable[Running]]
 
 
 async def test_a_hundred_messages_with_mixed_delays_return_within_150_ms_of_their_own(
-    run: Run, publisher: Publisher
+    run: Run, connection: Connection, publisher: Publisher
 ) -> None:
+    """Of their own, and of what the machine is late by: their way has four queues and as many loops."""
     failed: dict[str, float] = {}
     settled: dict[str, tuple[float, timedelta]] = {}
     back: dict[str, float] = {}
@@ -55,13 +57,14 @@ async def test_a_hundred_messages_with_mixed_delays_return_within_150_ms_of_thei
 
     await run(App("mixed", [Mixed(), Slow()], observers=[observe]))
     await publisher.publish_many(Slow, range(10))
-    await publisher.publish_many(Mixed, range(100))
-    await eventually(lambda: len(back) == 100, 15)
+    async with pace(connection) as machine:
+        await publisher.publish_many(Mixed, range(100))
+        await eventually(lambda: len(back) == 100)
     assert len({settled[one][1] for one in back}) >= 4, "the draw is among eight"
     early = [back[one] - failed[one] - settled[one][1].total_seconds() for one in back]
     late = [back[one] - settled[one][0] - settled[one][1].total_seconds() for one in back]
     assert min(early) >= 0
-    assert max(late) < 0.15
+    assert max(late) < 0.15 + 4 * machine.worst
 
 
 async def test_different_messages_with_one_id_all_run_and_all_fail_for_themselves(

@@ -192,7 +192,7 @@ async def test_workers_are_told_and_whoever_else_consumes_is_told_with_its_name(
         queue = await there.get_queue("letters", ensure=False)
         await queue.consume(nothing)
         wanted = {"letters": 2, "letters.retry.1.100ms": 1}
-        await eventually(lambda: known_consumers(broker, vhost) == wanted, within=20)
+        await eventually(lambda: known_consumers(broker, vhost) == wanted)
         rows = await rows_of(seeing)
     thief, stranger = wrong(rows)
     assert thief[:2] == ("fault", "consumers")

@@ -182,7 +182,7 @@ async def test_which_policy_applies_is_what_the_broker_says(
     ours = {name: applying(policies, name, "quorum queue") for name in names}
     expected = {name: policy.name for name, policy in ours.items() if policy}
     assert set(expected.values()) == {"all", "retries", "ends"}
-    await eventually(lambda: _are(told, expected), within=20)
+    await eventually(lambda: _are(told, expected))
 
 
 async def _are(told: Callable[[], Awaitable[Any]], expected: Any) -> bool:
@@ -227,7 +227,7 @@ async def test_a_policy_that_was_set_a_moment_ago_is_told_at_once(
         row = await management.get("queues", vhost, "mail.parked")
         return bool(row.get("policy") == "old")
 
-    await eventually(is_known, within=20)
+    await eventually(is_known)
     set_policy(
         broker, vhost, "short", pattern="parked$", priority=1, definition={"message-ttl": 100}
     )

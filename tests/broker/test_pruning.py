@@ -106,7 +106,7 @@ async def test_what_is_empty_goes_and_whatever_holds_or_gets_a_message_stays(
     broker.delete(vhost, "queues", "mail")  # so that nobody takes dead letters
     await send(publisher, names["holds"])
     # From now on the management API says of it that nothing is on the way out.
-    await eventually(lambda: none_dead(settings, names["dead"]), within=20)
+    await eventually(lambda: none_dead(settings, names["dead"]))
     await send(publisher, names["dead"])  # gone from ready at once
     await eventually(lambda: empty(connection, names["dead"]))
     reader = await connection.open()
@@ -394,7 +394,7 @@ async def test_while_a_worker_of_the_older_policy_is_connected_nothing_is_remove
         except TopologyError:
             return False  # (the API shows a connection for a while after its end)
 
-    await eventually(removes, within=20)
+    await eventually(removes)
     assert not await there(connection, STALE)
 
 
@@ -415,7 +415,7 @@ async def test_a_worker_that_does_not_tell_its_topology_may_publish_anywhere(
     deleting(delete)
     async with connected(settings, "worker of yore"):
         why = "rabbit-tasks worker of yore (of a version that does not tell its topology)"
-        await eventually(lambda: refuses(settings, why), within=20)
+        await eventually(lambda: refuses(settings, why))
         with pytest.raises(TopologyError, match="stop them or start them anew with this version"):
             await prune(settings, app)
     assert await there(connection, STALE)
@@ -432,7 +432,7 @@ async def test_a_worker_that_comes_while_we_wait_is_seen(
 
         async def comes_meanwhile(_: object, __: object) -> dict[str, str]:
             await stack.enter_async_context(connected(settings, "worker of yore"))
-            await eventually(lambda: refuses(settings, "of yore"), within=20)
+            await eventually(lambda: refuses(settings, "of yore"))
             return {}
 
         monkeypatch.setattr(pruning, "_settled", comes_meanwhile)

@@ -59,7 +59,7 @@ async def test_twenty_workers_come_back_spread_over_the_pause_and_with_few_words
             Running(app, settings.changed(url=url, reconnect_cap=cap, worker_name=f"worker {i}"))
             for i in range(20)
         ]
-        await eventually(lambda: len(sessions(caplog)) == 20, within=20)
+        await eventually(lambda: len(sessions(caplog)) == 20)
         caplog.clear()
         proxy.refuse()
         await asyncio.sleep(3)  # long enough for the pauses to have grown to the cap

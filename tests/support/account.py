@@ -76,13 +76,13 @@ class Account:
     async def all_is_quiet(self, load: Load) -> None:
         """What was confirmed is done or parked, and nothing waits to be tried again."""
         try:
-            await eventually(lambda: load.to_be_done() <= self._done(), within=30)
+            await eventually(lambda: load.to_be_done() <= self._done())
         except AssertionError:
             raise AssertionError(f"lost: {sorted(load.to_be_done() - self._done())}") from None
         async with connected(self.settings, "test") as connection:
             for queue in obedient.topology.queues:
                 if not queue.name.endswith(".parked"):
-                    await eventually(partial(_is_empty, connection, queue.name), within=30)
+                    await eventually(partial(_is_empty, connection, queue.name))
 
     def _done(self) -> set[str]:
         return {row["id"] for row in self.runs.all("end")}

@@ -55,7 +55,7 @@ class Scene:
         async with Publisher.open(self.settings) as publisher:
             ids = {await publisher.publish(kind, order) for kind in kinds}
         self.long += ids
-        await eventually(lambda: ids <= {row["id"] for row in self.runs.all()}, within=30)
+        await eventually(lambda: ids <= {row["id"] for row in self.runs.all()})
 
     async def silent(self) -> None:
         """Past three heartbeats, and until the worker has noticed: it has no session any more."""

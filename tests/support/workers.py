@@ -10,9 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from tests.support.brokers import ROOT
+
+SOON: Final = 20.0
+"""Seconds that "at once" takes at most, on a machine that is busy; less than the grace time."""
 
 
 class WorkerProcess:

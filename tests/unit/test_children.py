@@ -63,7 +63,7 @@ def _notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _no_child_is_left() -> Iterator[None]:
     before = pids()
     yield
-    left, deadline = pids() - before, time.monotonic() + 5
+    left, deadline = pids() - before, time.monotonic() + 30
     while not all(map(is_gone, left)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert all(map(is_gone, left))
@@ -86,7 +86,7 @@ async def test_a_child_that_hangs_while_it_loads_is_a_failed_attempt_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "START_TIMEOUT", 0.3)
-    async with children_of(Hangs()) as children, asyncio.timeout(10):
+    async with children_of(Hangs()) as children, asyncio.timeout(30):
         with pytest.raises(ChildDied, match=r"did not start within 0\.3 s"):
             await children.attempt(MESSAGE)
         assert await all_gone()
@@ -96,7 +96,7 @@ async def test_a_child_that_hangs_while_it_loads_ends_the_start_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(module, "START_TIMEOUT", 0.3)
-    async with children_of(Hangs()) as children, asyncio.timeout(10):
+    async with children_of(Hangs()) as children, asyncio.timeout(30):
         with pytest.raises(ConfigurationError, match=r"Hangs cannot be loaded .* within 0\.3 s"):
             await children.start()
         assert await all_gone()
@@ -104,7 +104,7 @@ async def test_a_child_that_hangs_while_it_loads_ends_the_start_in_time(
 
 @pytest.mark.parametrize("work", ["attempt", "start"])
 async def test_whoever_is_cancelled_while_a_child_loads_leaves_none_behind(work: str) -> None:
-    async with children_of(Hangs()) as children, asyncio.timeout(10):
+    async with children_of(Hangs()) as children, asyncio.timeout(30):
         task = asyncio.ensure_future(
             children.attempt(MESSAGE) if work == "attempt" else children.start()
         )
@@ -122,25 +122,26 @@ async def test_the_event_loop_never_waits_for_a_process_to_go(
     reaped: list[threading.Thread] = []
     reap = module._Child._reap  # noqa: SLF001
 
+    attempted = threading.Event()
+
     def slow(child: module._Child) -> None:
         reaped.append(threading.current_thread())
-        time.sleep(1)
+        assert attempted.wait(30)
         reap(child)
 
     async with children_of(Sleeps()) as children:
         await children.start()
         monkeypatch.setattr(module._Child, "_reap", slow)  # noqa: SLF001
-        began = time.monotonic()
         with pytest.raises(TimeoutError, match=r"outlasted its 0\.1 s and was killed"):
             await children.attempt(MESSAGE)
-        assert time.monotonic() - began < 0.9
+        attempted.set()
         assert await all_gone()
     assert reaped
     assert threading.main_thread() not in reaped
 
 
 async def all_gone() -> bool:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while pids():
             await asyncio.sleep(0.01)
     return True
@@ -209,7 +210,7 @@ async def test_a_consumer_is_imported_once_per_child_and_after_the_logs_are_set_
 
 
 async def test_a_handler_that_forked_before_it_died_is_noticed_and_leaves_nothing() -> None:
-    async with children_of(Does()) as children, asyncio.timeout(10):
+    async with children_of(Does()) as children, asyncio.timeout(30):
         with pytest.raises(ChildDied, match="killed by SIGSEGV"):
             await do(children, "forks_and_dies")
         (fork,) = noted("fork")
@@ -217,13 +218,13 @@ async def test_a_handler_that_forked_before_it_died_is_noticed_and_leaves_nothin
 
 
 async def test_a_handler_that_returns_in_a_forked_process_too_answers_once() -> None:
-    async with children_of(Does()) as children, asyncio.timeout(10):
+    async with children_of(Does()) as children, asyncio.timeout(30):
         assert await do(children, "forks_and_returns_twice") == Done()
         assert {await pid_of(children, "tells_its_process")} == pids()
 
 
 async def test_what_a_handler_started_is_killed_with_it_when_its_time_is_up() -> None:
-    async with children_of(Outlasts()) as children, asyncio.timeout(10):
+    async with children_of(Outlasts()) as children, asyncio.timeout(30):
         await children.start()
         with pytest.raises(TimeoutError, match=r"outlasted its 0\.3 s and was killed"):
             await do(children, "")

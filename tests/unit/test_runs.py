@@ -120,7 +120,7 @@ class Process:
         await asyncio.wait(self._tasks)
 
     async def all_through(self) -> None:
-        await eventually(lambda: all(task.done() for task in self._tasks), within=2)
+        await eventually(lambda: all(task.done() for task in self._tasks))
         for task in self._tasks:
             error = task.exception()
             assert error is None or isinstance(error, DeliveryLost)
