@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
+import typer.main
 
 from rabbit_tasks.errors import ConfigurationError, RabbitTasksError
 
@@ -111,6 +112,23 @@ def no_constant(name: str) -> None:
     raise ValueError(f"{name} is none of its values")
 
 
+def _refuse_empty_values(command: Any) -> None:
+    """Whoever gives an option gives it a value. An empty one is a variable of a script that was not
+    set: as a filter it would take everything, as an app or a URL whatever is the default."""
+
+    def refuse(_context: typer.Context, parameter: Any, value: Any) -> Any:
+        if value == "" or (isinstance(value, list | tuple) and "" in value):
+            raise typer.BadParameter("its value is empty", param=parameter)
+        return value
+
+    for one in command.params:
+        # (A body that is published may be empty.)
+        if one.callback is None and not (one.param_type_name == "argument" and one.nargs < 0):
+            one.callback = refuse
+    for verb in getattr(command, "commands", {}).values():
+        _refuse_empty_values(verb)
+
+
 def command() -> NoReturn:
     """What was typed, to its end: SystemExit with its code."""
     try:
@@ -129,7 +147,9 @@ def command() -> NoReturn:
         # Or else Python prints what the client libraries say of a refused connection, beside our line.
         for name in ("aiormq", "aio_pika"):
             logging.getLogger(name).addHandler(logging.NullHandler())
-        cli(prog_name="rabbit-tasks")
+        whole = typer.main.get_command(cli)
+        _refuse_empty_values(whole)
+        whole(prog_name="rabbit-tasks")
     except RabbitTasksError as error:
         for line in str(error).splitlines():
             tell(f"error: {line}")

@@ -114,6 +114,34 @@ def test_an_empty_parking_queue_is_exit_0_with_words(verb: str, cli: Run) -> Non
 
 
 @pytest.mark.usefixtures("declared")
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("option", ["--id", "--error", "--reason", "--group", "--match"])
+def test_an_empty_filter_is_wrong_usage_and_takes_nothing(
+    verb: str, option: str, cli: Run, settings: Settings, declared: None, park: Park
+) -> None:
+    """As a script has it whose variable was not set; also beside a limit that would do."""
+    park("letters", ["a"])
+    for beside in ((), ("--limit", "5")):
+        refused = cli("parked", verb, "letters", *VERBS[verb], option, "", *beside)
+        assert (refused.code, refused.out) == (2, "")
+        assert option in refused.err
+        assert "empty" in refused.err
+    assert ids_in(settings, "letters.parked") == ["a"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--app", "", "topology", "show"), ("--url", "", "topology", "check"),
+     ("parked", "list", ""), ("parked", "discard", "", "--all"), ("topology", "migrate", ""),
+     ("topology", "export", "--file", ""), ("parked", "show", "letters", ""),
+     ("parked", "replay", "letters", "--all", "--to", ""), ("parked", "list", ".parked")],
+)  # fmt: skip
+def test_an_empty_value_is_wrong_usage(arguments: tuple[str, ...], cli: Run) -> None:
+    refused = cli(*arguments)
+    assert (refused.code, refused.out) == (2, "")
+    assert "empty" in refused.err
+
+
 def test_importing_nothing_is_exit_0_with_words(cli: Run) -> None:
     done = cli("parked", "import", "letters", stdin=b"")
     assert done.code == 0
@@ -346,3 +374,21 @@ def test_every_listing_goes_into_head_without_a_traceback_and_leaves_the_queue_a
     assert "Traceback" not in closed.stderr
     assert "Exception" not in closed.stderr
     assert ids_in(settings, "letters.parked") == full
+
+
+@pytest.mark.parametrize("command", [("topology", "plan"), ("doctor",)])
+@pytest.mark.parametrize("is_fine", [True, False])
+def test_a_reader_who_has_enough_changes_no_verdict(
+    command: tuple[str, ...], is_fine: bool, url: str, declared: None, broker: Broker, vhost: str
+) -> None:
+    if not is_fine:
+        broker.delete(vhost, "queues", "letters.parked")
+    closed = subprocess.run(
+        ["bash", "-c", '"$@" | true; exit "${PIPESTATUS[0]}"', "-", sys.executable, "-m",
+         "rabbit_tasks", *POST, *command],
+        cwd=ROOT, env={**os.environ, "RABBIT_TASKS_URL": url}, capture_output=True, text=True,
+        timeout=60,
+    )  # fmt: skip
+    assert closed.returncode == (0 if is_fine else 1)
+    assert "Traceback" not in closed.stderr
+    assert closed.stderr  # and the sum of it is told

@@ -24,6 +24,7 @@ from rabbit_tasks.cli.parked.options import (
     end,
     parked,
     queue_of,
+    tell_unfinished,
 )
 from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.text import escaped, quoted
@@ -58,7 +59,9 @@ def export_command(
     to_terminal = file == "-" and sys.stdout.isatty()
     with _new(file) as write:
         exporting = _export(settings_of(context), parking, choice, write, to_terminal=to_terminal)
-        moved = run(exporting)
+        moved, is_unfinished = run(exporting)
+    if is_unfinished:
+        tell_unfinished(parking)
     end(moved, "exported", choice, parking)
 
 
@@ -102,10 +105,12 @@ def import_command(
 
 async def _export(
     settings: Settings, queue: ParkingQueue, choice: Choice, write: Write, *, to_terminal: bool
-) -> Moved:
+) -> tuple[Moved, bool]:
+    """What was exported; and whether a replay that was killed has messages elsewhere."""
     from rabbit_tasks import parking
     from rabbit_tasks.broker import connected
     from rabbit_tasks.cli.progress import going
+    from rabbit_tasks.parking.staging import is_unfinished
 
     count = 0
     with going("exporting", shown=not to_terminal) as progress:
@@ -116,10 +121,12 @@ async def _export(
             progress.at(message.position, count)
 
         async with connected(settings, "parked") as connection:
-            return await parking.export_to(
+            unfinished = await is_unfinished(connection, queue)
+            moved = await parking.export_to(
                 connection, queue, choice, write, limit=choice.limit, told=told,
                 began=progress.began,
             )  # fmt: skip
+            return moved, unfinished
 
 
 async def _import(

@@ -169,6 +169,14 @@ def end(moved: Moved, verb: str, choice: Choice, queue: ParkingQueue) -> None:
     all_met(choice, moved.chosen, queue)
 
 
+def tell_unfinished(queue: ParkingQueue) -> None:
+    """That a replay left something elsewhere, which belongs to what is parked."""
+    tell(
+        "a replay was ended in the middle: what it had on its way waits in a queue of its own, for "
+        f"the next one, or for: {queue.to_type('replay', '--resume')}"
+    )
+
+
 def all_met(choice: Choice, chosen: int, queue: ParkingQueue) -> None:
     """Exit 1 where an id that was asked for is not there."""
     if absent := choice.absent(chosen):

@@ -21,6 +21,7 @@ from rabbit_tasks.cli.parked.options import (
     choosing,
     parked,
     queue_of,
+    tell_unfinished,
 )
 from rabbit_tasks.durations import age_text
 from rabbit_tasks.text import escaped, one_line
@@ -289,10 +290,7 @@ def _end(queue: ParkingQueue, choice: Choice, seen: _Seen, *, quietly: bool = Fa
     if seen.untimed and (choice.older_than is not None or choice.newer_than is not None):
         tell(f"{seen.untimed} do not tell when they were parked: neither older nor newer")
     if seen.unfinished:
-        tell(
-            "a replay was ended in the middle: what it had on its way waits in a queue of its own, for "
-            f"the next one, or for: {queue.to_type('replay', '--resume')}"
-        )
+        tell_unfinished(queue)
     all_met(choice, seen.shown, queue)
 
 
