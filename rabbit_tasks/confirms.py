@@ -43,6 +43,10 @@ _header: Final = Struct(">BHI4sQ").pack
 """The same of a content header, with what stands in there before the properties."""
 
 
+UNANSWERED_KEPT: Final = 100_000
+"""Messages that were given up, with which a channel is: of a queue without a majority, for days."""
+
+
 class Returned(Exception):
     """No queue took the message."""
 
@@ -174,6 +178,7 @@ class Confirms:
         self._marks: dict[bytes, Sent] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
+        self._ending: asyncio.Task[None] | None = None
         self._returning: bytes | None = None
         self._left = 0
 
@@ -272,8 +277,12 @@ class Confirms:
                 sent.answer(Late())
             else:
                 waiting.append(due)
+        if len(self._sent) - len(waiting) > UNANSWERED_KEPT:
+            self._is_open = False
         if waiting:
             self._look_at(min(waiting))
+        elif not self._is_open:
+            self._ending = asyncio.create_task(self.end())
 
     # --- what comes in --------------------------------------------------------------------------
 

@@ -34,8 +34,6 @@ B = TypeVar("B")
 
 ALONE_FROM: Final = 1_048_576
 """Bytes of a body from which a message is published on a channel of its own."""
-UNANSWERED_KEPT: Final = 100_000
-"""Messages without an answer with which a channel is given up for a fresh one."""
 _AHEAD: Final = 2**20
 """Bytes that the socket has not taken yet, with which a publish waits until it has."""
 
@@ -151,7 +149,8 @@ class Publisher:
         Returns when the broker has confirmed: the message is in its queue, on disk. By name, bytes
         and str go as they are, anything else as JSON.
 
-        message_id  default: a new UUID. Give your own where you may publish the same thing twice
+        message_id  default: 128 random bits in hex. Give your own where you may publish the same
+                    thing twice
         headers     values of the types AMQP has; ours and the broker's (x-retry-count, x-death …)
                     are left out, so that a handler may pass on what it got
         properties  see PublishProperties
@@ -271,7 +270,10 @@ class Publisher:
         return (
             not re.fullmatch(r"\d{1,11}", properties.text("expiration") or "0")
             or properties.text("user_id") not in (None, address.user if address else None)
-            or any(key in (b"\2CC", b"\3BCC") for key, _ in properties.table)
+            or (
+                b"CC" in properties.raw("headers")
+                and any(key in (b"\2CC", b"\3BCC") for key, _ in properties.table)
+            )
         )
 
     def _at_once(self, letter: Letter) -> Confirms | None:
@@ -301,10 +303,8 @@ class Publisher:
                     async with limit:
                         return await self._channel(letter)
                 except TimeoutError:
-                    if not limit.expired() or not self._patient or not self._is_blocked:
+                    if not limit.expired() or not await self._was_blocked(letter.since):
                         raise
-                    assert self._connection is not None
-                    await self._connection.unblocked()
                     letter.since = asyncio.get_running_loop().time()
         except TimeoutError:
             waited = self._waited
@@ -320,6 +320,16 @@ class Publisher:
         except (amqp.AMQPError, OSError, RuntimeError) as error:
             text = f"{where}: connection lost before the confirm ({words(error)})"
         raise Unconfirmed(text, maybe_stored=False)
+
+    async def _was_blocked(self, since: float) -> bool:
+        """Whether the broker held publishers back in this time, which does not count; wait while it
+        does."""
+        if not self._patient or self._connection is None:
+            return False
+        if self._connection.is_blocked:
+            await self._connection.unblocked()
+            return True
+        return self._connection.free_since > since
 
     async def _channel(self, letter: Letter) -> Confirms:
         alone = letter.alone
@@ -461,7 +471,7 @@ def _stencil(
     foreign = {
         name: value
         for name, value in (headers or {}).items()
-        if name not in OURS and (name in ("CC", "BCC") or not is_brokers(name))
+        if not str(name).startswith("x-") or not (name in OURS or is_brokers(name))
     }
     given = {"content_type": content_type, **properties}
     return Stencil(Properties.of(foreign, **given, delivery_mode=2))
@@ -473,8 +483,7 @@ def _plain(content_type: str) -> Stencil:
 
 
 def new_id() -> str:
-    """128 random bits, in hex: `uuid.UUID` reads it, and a UUID made the usual way costs six times as
-    much."""
+    """128 random bits, in hex: `uuid.UUID` reads them, and makes its own for six times the price."""
     return os.urandom(16).hex()
 
 

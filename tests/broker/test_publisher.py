@@ -312,3 +312,159 @@ async def test_a_channel_that_one_message_closes_tells_no_other_that_it_was_refu
         if i != 10:
             assert answer == "unconfirmed" or (str(i) in stored) == (answer == "stored"), answers
     await publisher.publish("q", "good")
+
+
+async def test_an_exchange_that_goes_while_messages_are_on_their_way_makes_no_one_tell_a_falsehood(
+    connection: Connection, publisher: Publisher
+) -> None:
+    """The broker closes the channel over the first it has no exchange for: others may be stored."""
+    await queue(connection)
+    channel = await connection.open()
+    for _ in range(5):
+        await channel.exchange_declare("x", exchange_type="fanout")
+        await channel.queue_bind("q", "x")
+        answers: dict[str, str] = {}
+
+        async def publish(body: str, answers: dict[str, str] = answers) -> None:
+            try:
+                await publisher.send("x", "key", body.encode(), Properties.of(message_id=body))
+            except PublishError as error:
+                answers[body] = "maybe" if error.maybe_stored else "no"
+            else:
+                answers[body] = "yes"
+
+        await publish("first")
+        publishing = [asyncio.create_task(publish(str(i))) for i in range(50)]
+        await asyncio.sleep(0)
+        await channel.exchange_delete("x")
+        publishing += [asyncio.create_task(publish(str(i))) for i in range(50, 100)]
+        await asyncio.gather(*publishing)
+        stored = {one.body.decode() for one in await take_all(connection, "q")}
+        assert {body for body, said in answers.items() if said == "yes"} <= stored
+        assert {body for body, said in answers.items() if said == "no"} & stored == set()
+        assert len(answers) == 101
+
+
+async def test_nacks_of_a_full_queue_reach_the_messages_that_it_did_not_take_and_no_others(
+    connection: Connection, publisher: Publisher
+) -> None:
+    await queue(connection)
+    await full_queue(connection)
+
+    async def publish(i: int) -> str:
+        try:
+            await publisher.publish(("q", "full", "nowhere")[i % 3], str(i))
+        except PublishError as error:
+            return type(error).__name__
+        return "stored"
+
+    answers = await asyncio.gather(*(publish(i) for i in range(600)))
+    assert set(answers[0::3]) == {"stored"}
+    assert set(answers[2::3]) == {"Unroutable"}
+    assert set(answers[1::3]) == {"stored", "Refused"}
+    told = [str(3 * i + 1) for i, answer in enumerate(answers[1::3]) if answer == "stored"]
+    assert [one.body.decode() for one in await take_all(connection, "full")] == told
+    assert await depth(connection, "q") == 200
+
+
+async def test_a_thousand_publishers_at_once_store_each_message_once(
+    connection: Connection, publisher: Publisher
+) -> None:
+    await queue(connection)
+    ids = await asyncio.gather(
+        *(publisher.publish("q", bytes(i % 3 * 100_000)) for i in range(1_000))
+    )
+    assert await depth(connection, "q") == len(set(ids)) == 1_000
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+async def test_a_publish_may_be_cancelled_at_any_point(
+    is_connected: bool, connection: Connection, settings: Settings
+) -> None:
+    await queue(connection)
+    point, was_done = 0, False
+    while not was_done:
+        publisher = Publisher(settings)
+        if is_connected:
+            await publisher.publish("q", "before")
+        others = [
+            asyncio.create_task(publisher.publish(to, "other", message_id="id"))
+            for to in ("q", "nowhere")
+        ]
+        publishing = asyncio.create_task(publisher.publish("q", "cancelled", message_id="id"))
+        for _ in range(point):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.0005 * point)
+        was_done = publishing.done()
+        publishing.cancel()
+        stored, returned = await asyncio.gather(*others, return_exceptions=True)
+        assert stored == "id", point
+        assert isinstance(returned, Unroutable), point
+        async with asyncio.timeout(10):
+            assert await publisher.publish("q", "after", message_id="id") == "id"
+        await publisher.close()
+        point += 1
+    assert point > 3
+
+
+async def test_publish_many_over_a_connection_that_is_cut_knows_how_many_were_confirmed(
+    connection: Connection, proxy: Proxy, impatient: Settings
+) -> None:
+    await queue(connection)
+    async with Publisher.open(impatient.changed(publish_timeout=10)) as publisher:
+        await publisher.publish("q", "before")
+
+        def bodies() -> Iterator[int]:
+            for i in range(10_000):
+                if i == 3_000:
+                    proxy.cut()
+                yield i
+
+        with pytest.raises(Unconfirmed) as error:
+            await publisher.publish_many("q", bodies(), window=50)
+        assert error.value.maybe_stored
+        (note,) = error.value.__notes__
+        confirmed = int(note.split()[0])
+        assert confirmed > 2_000
+        # Those before the cut, and of 50 that were on their way any.
+        assert confirmed <= await depth(connection, "q") - 1 <= confirmed + 50
+        assert len(await publisher.publish_many("q", range(10))) == 10
+
+
+async def test_publish_many_that_is_cancelled_leaves_nothing_that_waits(
+    connection: Connection, publisher: Publisher
+) -> None:
+    await queue(connection)
+    for _ in range(10):
+        publishing = asyncio.create_task(publisher.publish_many("q", range(100_000)))
+        await eventually(lambda: depth_is_over(connection, 0))
+        publishing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+    async with asyncio.timeout(5):
+        await publisher.close()
+
+
+async def depth_is_over(connection: Connection, count: int) -> bool:
+    return await depth(connection, "q") > count
+
+
+async def test_of_large_bodies_no_more_than_one_waits_for_the_socket(
+    connection: Connection, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await queue(connection)
+    body, waiting = bytes(10_000_000), []
+    write = Connection.write
+
+    def counted(self: Connection, frames: bytes) -> None:
+        write(self, frames)
+        waiting.append(self.unsent)
+
+    monkeypatch.setattr(Connection, "write", counted)
+    await asyncio.gather(
+        *(publisher.publish("q", body) for _ in range(8)),
+        publisher.publish_many("q", [body] * 4),
+        publisher.publish_many("q", [bytes(500_000)] * 50),
+    )
+    assert await depth(connection, "q") == 62
+    assert max(waiting) < len(body) + 2 * 2**20
