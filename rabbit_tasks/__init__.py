@@ -3,24 +3,23 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from rabbit_tasks.app import App
-from rabbit_tasks.consumer import Consumer
-from rabbit_tasks.errors import (
-    ConfigurationError,
-    ConnectError,
-    Park,
-    PublishError,
-    RabbitTasksError,
-    Refused,
-    TopologyError,
-    Unconfirmed,
-    Unroutable,
-)
-from rabbit_tasks.message import Message
-from rabbit_tasks.retry import Done, Parked, RetryAfter, RetryPolicy
-
 if TYPE_CHECKING:
+    from rabbit_tasks.app import App
+    from rabbit_tasks.consumer import Consumer
+    from rabbit_tasks.errors import (
+        ConfigurationError,
+        ConnectError,
+        Park,
+        PublishError,
+        RabbitTasksError,
+        Refused,
+        TopologyError,
+        Unconfirmed,
+        Unroutable,
+    )
+    from rabbit_tasks.message import Message
     from rabbit_tasks.publisher import Publisher
+    from rabbit_tasks.retry import Done, Parked, RetryAfter, RetryPolicy
     from rabbit_tasks.settings import Settings
 
 __all__ = [
@@ -44,17 +43,29 @@ __all__ = [
     "Unroutable",
 ]
 
-_LATER: Final = {"Publisher": "rabbit_tasks.publisher", "Settings": "rabbit_tasks.settings"}
-"""Imported when somebody asks for them (PEP 562): the client library and pydantic-settings take
-three quarters of the time, which a module of consumers or `rabbit-tasks --help` has no use for."""
+_HOMES: Final = {
+    "App": "app",
+    "Consumer": "consumer",
+    "Done": "retry",
+    "Message": "message",
+    "Parked": "retry",
+    "Publisher": "publisher",
+    "RetryAfter": "retry",
+    "RetryPolicy": "retry",
+    "Settings": "settings",
+}
+"""In which module a name is; all others are errors. It is imported when somebody asks for the name
+(PEP 562): a module of consumers has no use for the client library, nor `rabbit-tasks --help` for
+pydantic."""
 
 if not TYPE_CHECKING:  # whoever checks types would take a function for leave to ask for anything
 
     def __getattr__(name):
-        if name not in _LATER:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = getattr(import_module(_LATER[name]), name)
+        home = import_module(f"{__name__}.{_HOMES.get(name, 'errors')}")
+        found = globals()[name] = getattr(home, name)
         return found
 
     def __dir__():
-        return sorted({*globals(), *_LATER})
+        return sorted({*globals(), *__all__})

@@ -7,7 +7,6 @@ import inspect
 import os
 import re
 import sys
-import tomllib
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -180,6 +179,8 @@ def _place(spec: str | None) -> tuple[str, str] | None:
         return named, VARIABLE
     project = Path("pyproject.toml")
     if project.is_file():
+        import tomllib  # (5 ms of a worker's start, where it is not needed)
+
         try:
             found: Any = tomllib.loads(project.read_text("utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:

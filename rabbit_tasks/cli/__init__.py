@@ -13,10 +13,12 @@ import errno
 import logging
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from importlib import import_module
+from itertools import takewhile
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar
 
 import typer
 import typer.main
@@ -24,7 +26,20 @@ import typer.main
 from rabbit_tasks.errors import ConfigurationError, RabbitTasksError
 
 if TYPE_CHECKING:
+    from rabbit_tasks.app import App
     from rabbit_tasks.settings import Settings
+
+NOUNS: Final = {
+    "chaos": ("chaos",),
+    "demo": ("demo",),
+    "doctor": ("doctor",),
+    "parked": ("parked",),
+    "publish": ("publish",),
+    "topology": ("topology", "migrate"),
+    "work": ("work",),
+}
+"""In which modules the commands of each are. They register them when they are imported."""
+HELP: Final = ("-h", "--help")
 
 T = TypeVar("T")
 
@@ -42,7 +57,7 @@ cli = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={"help_option_names": list(HELP)},
 )
 
 
@@ -79,12 +94,26 @@ def options(
     context.obj = Given(app, url)
 
 
+def app_of(given: Given) -> App:
+    """The app that is named; ConfigurationError where none is, or it cannot be had."""
+    from rabbit_tasks.app import find_app
+
+    return find_app(given.app)
+
+
+def app_if_given(given: Given) -> App | None:
+    """The app; None where nobody names one."""
+    from rabbit_tasks.app import is_given
+
+    return app_of(given) if given.app or is_given() else None
+
+
 def settings_of(context: typer.Context, *, grace: str | None = None) -> Settings:
     """The environment's settings, and what the command line says instead."""
     from rabbit_tasks.settings import Settings
 
     given: Given = context.obj
-    return Settings().changed(url=given.url, grace=grace)
+    return Settings(url=given.url, grace=grace)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -129,21 +158,22 @@ def _refuse_empty_values(command: Any) -> None:
         _refuse_empty_values(verb)
 
 
+def load(words: Sequence[str]) -> None:
+    """Register the commands that these words may mean: those of every noun among them, or else all.
+
+    (Most of a worker's start is imports. A noun that is the value of an option loads what nobody
+    needs; a noun after --help, which lists them all, loads nothing.)
+    """
+    named = [word for word in takewhile(lambda word: word not in HELP, words) if word in NOUNS]
+    for noun in named or NOUNS:
+        for module in NOUNS[noun]:
+            import_module(f"{__name__}.{module}")
+
+
 def command() -> NoReturn:
     """What was typed, to its end: SystemExit with its code."""
     try:
-        # Each module registers its commands; here, because they need what stands above.
-        from rabbit_tasks.cli import (  # noqa: F401
-            chaos,
-            demo,
-            doctor,
-            migrate,
-            parked,
-            publish,
-            topology,
-            work,
-        )
-
+        load(sys.argv[1:])
         # Or else Python prints what the client libraries say of a refused connection, beside our line.
         for name in ("aiormq", "aio_pika"):
             logging.getLogger(name).addHandler(logging.NullHandler())

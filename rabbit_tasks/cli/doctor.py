@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rabbit_tasks.app import find_app, is_given
-from rabbit_tasks.cli import cli, run, settings_of, tell
+from rabbit_tasks.cli import app_if_given, cli, run, settings_of, tell
 from rabbit_tasks.cli.rows import Row, show_json, show_rows
 
 
@@ -21,7 +20,7 @@ def doctor(
     """Look at the broker and the app's queues: exit 1 where something is wrong."""
     from rabbit_tasks.doctor import diagnose, examine, has_fault
 
-    app = find_app(context.obj.app) if context.obj.app or is_given() else None
+    app = app_if_given(context.obj)
     lock = Path("topology") / f"{app.name}.json" if app else None
     exported = lock.read_text(errors="replace") if lock and lock.is_file() else None
     rows = diagnose(run(examine(settings_of(context), app, exported=exported)))

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rabbit_tasks.app import App, find_app
-from rabbit_tasks.cli import run, settings_of, tell
+from rabbit_tasks.cli import app_of, run, settings_of, tell
 from rabbit_tasks.cli.topology import topology
 from rabbit_tasks.durations import duration_of
 from rabbit_tasks.text import escaped, quoted, to_type
 
 if TYPE_CHECKING:
+    from rabbit_tasks.app import App
     from rabbit_tasks.migration import Migrated, Migration
     from rabbit_tasks.settings import Settings
 
@@ -52,7 +52,7 @@ def migrate(
         patience = None if wait is None else duration_of(wait)
     except ValueError as error:
         raise typer.BadParameter(f"--wait: {error}") from None
-    app, settings = find_app(context.obj.app), settings_of(context)
+    app, settings = app_of(context.obj), settings_of(context)
     found = run(_survey(app, settings, queue))
     if found.stage == "done":
         tell(f"{quoted(queue)} is as the app wants it: nothing to migrate")

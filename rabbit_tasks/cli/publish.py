@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from rabbit_tasks import consumer as consumers
-from rabbit_tasks.app import find_app, is_given
-from rabbit_tasks.cli import Given, cli, no_constant, run, settings_of, tell
-from rabbit_tasks.consumer import Consumer
+from rabbit_tasks.cli import app_if_given, cli, no_constant, run, settings_of, tell
 from rabbit_tasks.errors import ConfigurationError, MalformedBody, RabbitTasksError
 
 if TYPE_CHECKING:
+    from rabbit_tasks.consumer import Consumer
     from rabbit_tasks.publisher import Publisher
     from rabbit_tasks.settings import Settings
 
@@ -51,9 +49,9 @@ def publish(
     Where the app is known and has a consumer of the queue, bodies are validated as its type, and
     for a consumer of text or bytes taken literally. Else they must be JSON. They are sent as given.
     """
-    given: Given = context.obj
     settings = settings_of(context)
-    consumer = find_app(given.app).queues.get(queue) if given.app or is_given() else None
+    app = app_if_given(context.obj)
+    consumer = app.queues.get(queue) if app else None
     if message_id is not None and len(bodies or ()) != 1:
         raise typer.BadParameter("--id goes with exactly one body")
     headers = dict(_header(text) for text in header or ())
@@ -74,7 +72,7 @@ def publish(
 
 def _lines(consumer: Consumer[object] | None) -> Iterator[Place]:
     """The lines of stdin, checked; a blank one is a body only where bodies are taken literally."""
-    literal = consumer is not None and consumers.body_of(type(consumer)) in ("bytes", "text")
+    literal = _how(consumer) in ("bytes", "text")
     for i, line in enumerate(iter(sys.stdin.buffer.readline, b""), 1):
         body = line.removesuffix(b"\n").removesuffix(b"\r")
         if literal or body.strip():
@@ -93,7 +91,9 @@ def _check(consumer: Consumer[object] | None, where: str, body: bytes) -> None:
     """_BadLine where a worker would park it."""
     try:
         if consumer is not None:
-            consumers.decode(type(consumer), body)
+            from rabbit_tasks.consumer import decode
+
+            decode(type(consumer), body)
         else:
             json.loads(body.decode(), parse_constant=no_constant)
     except MalformedBody as error:
@@ -103,8 +103,17 @@ def _check(consumer: Consumer[object] | None, where: str, body: bytes) -> None:
         raise _BadLine(f"{where} is not JSON: {error}; quote it as the shell wants") from None
 
 
+def _how(consumer: Consumer[object] | None) -> object:
+    """How its bodies are read; None where nobody knows."""
+    if consumer is None:
+        return None
+    from rabbit_tasks.consumer import body_of
+
+    return body_of(type(consumer))
+
+
 def _content_type(consumer: Consumer[object] | None) -> str:
-    how = None if consumer is None else consumers.body_of(type(consumer))
+    how = _how(consumer)
     if how == "bytes":
         return "application/octet-stream"
     return "text/plain; charset=utf-8" if how == "text" else "application/json"

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from rabbit_tasks.app import App, find_app
-from rabbit_tasks.cli import cli, run, settings_of, tell
+from rabbit_tasks.cli import app_of, cli, run, settings_of, tell
 from rabbit_tasks.cli.rows import Row, show_json, show_lines, show_rows
 from rabbit_tasks.errors import ConfigurationError
 from rabbit_tasks.text import escaped, quoted
 
 if TYPE_CHECKING:
+    from rabbit_tasks.app import App
     from rabbit_tasks.declare import Difference
     from rabbit_tasks.plan import Step
     from rabbit_tasks.pruning import Pruned
@@ -48,7 +48,7 @@ def show(
     """Show the app's topology: as a tree, or as a picture."""
     from rabbit_tasks import drawing
 
-    app = find_app(context.obj.app)
+    app = app_of(context.obj)
     if as_json:
         if how != "tree":
             raise typer.BadParameter("--json is RabbitMQ's definitions; leave out --format")
@@ -107,7 +107,7 @@ def export(
     """Write the lock file, topology/<app>.json; or the same for what else may create the queues."""
     from rabbit_tasks import exports
 
-    app = find_app(context.obj.app)
+    app = app_of(context.obj)
     if how != "k8s" and (cluster or namespace):
         raise typer.BadParameter("--cluster and --namespace go with --format k8s")
     if how == "definitions":
@@ -174,7 +174,7 @@ def permissions(
     """The least permissions that publishing, working, declaring and the parking lot need, each."""
     from rabbit_tasks.rights import rights
 
-    app = find_app(context.obj.app)
+    app = app_of(context.obj)
     vhost = settings_of(context).addresses()[0].vhost
     for what, needed in rights(app.topology).items():
         if as_json:
@@ -197,7 +197,7 @@ def declare_command(
     ] = False,
 ) -> None:
     """Create what is missing on the broker; change nothing that is there."""
-    app = find_app(context.obj.app)
+    app = app_of(context.obj)
     settings = settings_of(context)
     if prune and not settings.management_url:
         from rabbit_tasks.pruning import NEEDS
@@ -214,7 +214,7 @@ def declare_command(
 @topology.command("check")
 def check_command(context: typer.Context, as_json: Json = False) -> None:
     """Compare the broker with the app: exit 1 where something is missing or different."""
-    app = find_app(context.obj.app)
+    app = app_of(context.obj)
     differences, warnings = run(_check(app, settings_of(context)))
     for warning in warnings:
         tell(f"warning: {warning}")
@@ -242,7 +242,7 @@ def plan_command(
     Changes nothing. Bindings, policies and limits are told by the management API
     (RABBIT_TASKS_MANAGEMENT_URL).
     """
-    app = find_app(context.obj.app)
+    app = app_of(context.obj)
     path = file or Path("topology") / f"{app.name}.json"
     if file and not file.is_file():
         raise typer.BadParameter(f"there is no {file}")

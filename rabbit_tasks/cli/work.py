@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rabbit_tasks.app import find_app
-from rabbit_tasks.cli import cli, exit_code, run, settings_of, tell
+from rabbit_tasks.cli import Given, app_of, cli, exit_code, run, settings_of, tell
 from rabbit_tasks.cli.logs import Format, configure
 from rabbit_tasks.errors import ConfigurationError, RabbitTasksError
 
@@ -58,7 +57,7 @@ def work(
     if log_level.lower() not in ("debug", "info", "warning", "error"):
         raise typer.BadParameter(f"{log_level!r} is not debug, info, warning or error")
     log_setup = partial(configure, log_format, log_level, several=processes is not None)
-    begin = partial(_work, context.obj.app, queues or (), declare, log_setup)
+    begin = partial(_work, context.obj, queues or (), declare, log_setup)
     if processes is None:
         log_setup()
         begin(settings_of(context, grace=grace))
@@ -86,7 +85,7 @@ def work(
 
 
 def _work(
-    app: str | None,
+    given: Given,
     queues: Collection[str],
     declare: bool,
     log_setup: Callable[[], None],
@@ -97,7 +96,7 @@ def _work(
     from rabbit_tasks.worker import Worker
 
     worker = Worker(
-        find_app(app), settings, queues=queues, declare=declare, log_setup=log_setup,
+        app_of(given), settings, queues=queues, declare=declare, log_setup=log_setup,
         on_ready=place.consumes if place else None, on_overdue=_leave,
     )  # fmt: skip
     try:

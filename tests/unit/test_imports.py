@@ -156,8 +156,12 @@ APP = ["--app", "rabbit_tasks.demo:app"]
     ("command", "unused"),
     [
         (["--version"], ["aio_pika", "aiormq", "pydantic_settings", "rich.table", "tenacity"]),
-        (["--help"], ["aio_pika", "aiormq", "pydantic_settings", "tenacity"]),
-        (["parked", "list", "--help"], ["aio_pika", "aiormq", "pydantic_settings", "tenacity"]),
+        (["--help"], ["aiormq", "pydantic", "asyncio", "tenacity"]),
+        (["parked", "list", "--help"], ["aiormq", "pydantic_settings", "tenacity"]),
+        (
+            ["work", "--help"],
+            ["aiormq", "pydantic_settings", "asyncio", "rabbit_tasks.cli.topology"],
+        ),
         ([*APP, "topology", "show"], ["aio_pika", "aiormq", "rabbit_tasks.worker", "tenacity"]),
     ],
 )
@@ -168,6 +172,21 @@ def test_a_command_loads_only_what_it_needs(command: list[str], unused: list[str
         f"try:\n    main()\nfinally:\n    print([m for m in {unused} if m in sys.modules])"
     )
     assert run("-c", code).splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("words", "listed"),
+    [
+        (["--help"], "topology"),
+        (["--help", "work"], "topology"),
+        (["--app", "work", "topology", "--help"], "migrate"),
+        (["--url", "parked", "work", "--help"], "--processes"),
+    ],
+)
+def test_every_command_is_there_wherever_a_name_of_one_stands(
+    words: list[str], listed: str
+) -> None:
+    assert listed in run("-m", "rabbit_tasks", *words)
 
 
 def test_a_command_that_another_process_calls_leaves_its_exit_code_alone() -> None:

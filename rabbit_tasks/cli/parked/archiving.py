@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import sys
@@ -157,6 +156,8 @@ class _Stream:
         self._held = bytearray()
 
     async def __call__(self, line: bytes) -> None:
+        import asyncio
+
         self._held += line
         if len(self._held) < _PIECE:
             return

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from rabbit_tasks.cli import run, settings_of, tell
+from rabbit_tasks.cli import app_if_given, run, settings_of, tell
 from rabbit_tasks.cli.lines import Lines
 from rabbit_tasks.cli.parked.options import (
     Foreign,
@@ -58,7 +58,7 @@ def overview(context: typer.Context, as_json: Json = False) -> None:
         if as_json:
             raise typer.BadParameter("goes behind the verb", param_hint="--json")
         return
-    lots = run(_overview(settings_of(context), _app(context)))
+    lots = run(_overview(settings_of(context), app_if_given(context.obj)))
     if as_json:
         from rabbit_tasks.cli.parked.page import as_line
 
@@ -292,12 +292,6 @@ def _end(queue: ParkingQueue, choice: Choice, seen: _Seen, *, quietly: bool = Fa
     if seen.unfinished:
         tell_unfinished(queue)
     all_met(choice, seen.shown, queue)
-
-
-def _app(context: typer.Context) -> App | None:
-    from rabbit_tasks.app import find_app, is_given
-
-    return find_app(context.obj.app) if context.obj.app or is_given() else None
 
 
 async def _overview(settings: Settings, app: App | None) -> list[Lot]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import signal
 from collections import Counter
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rabbit_tasks.cli import Given, run, settings_of, tell
+from rabbit_tasks.cli import Given, app_if_given, run, settings_of, tell
 from rabbit_tasks.cli.parked.options import (
     DryRun,
     Foreign,
@@ -25,6 +24,8 @@ from rabbit_tasks.cli.parked.options import (
 from rabbit_tasks.text import escaped, one_line, quoted
 
 if TYPE_CHECKING:
+    import asyncio
+
     from rabbit_tasks.app import App
     from rabbit_tasks.broker import Connection
     from rabbit_tasks.cli.progress import Going
@@ -164,12 +165,13 @@ async def _replay(
     how: _How,
     went: Counter[str],
 ) -> Replayed:
-    from rabbit_tasks.app import find_app, is_given
+    import asyncio
+
     from rabbit_tasks.broker import connected, is_cancelled
     from rabbit_tasks.cli.progress import going
     from rabbit_tasks.publisher import Publisher
 
-    app = find_app(given.app) if given.app or is_given() else None
+    app = app_if_given(given)
     loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
 
     def interrupted() -> None:
@@ -271,6 +273,8 @@ class _Work:
         raise typer.Exit(1)
 
     async def _edited(self) -> Replayed:
+        import asyncio
+
         from rabbit_tasks import parking
         from rabbit_tasks.cli.parked.editing import edited
         from rabbit_tasks.parking.replaying import Replayed
