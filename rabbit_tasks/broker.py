@@ -231,6 +231,11 @@ class Connection(aio_pika.Connection):
         self._frames.write(frames)
 
     @property
+    def is_writable(self) -> bool:
+        """Whether what is written still goes out: the library knows of an end some turns later."""
+        return self._frames.is_writable
+
+    @property
     def unsent(self) -> int:
         """Bytes that were written and that the socket has not taken yet."""
         return self._frames.unsent

@@ -24,6 +24,9 @@ B = TypeVar("B")
 MAX_CONCURRENCY: Final = 1000
 """Slots of one consumer: each is a channel, and RabbitMQ's default channel_max is 2047."""
 
+MAX_PREFETCH: Final = 1000
+"""Messages in one slot: what a death of its worker brings again."""
+
 MIN_ACK_TIMEOUT: Final = timedelta(minutes=1)
 MAX_ACK_TIMEOUT: Final = timedelta(days=49)
 """Erlang's timers take 2^32 - 1 milliseconds."""
@@ -43,7 +46,11 @@ class Consumer(Generic[B]):
 
     queue           the name of its main queue
     retry           when to try again, when to park
-    concurrency     slots: how many messages it handles at once, each with prefetch 1
+    concurrency     slots: how many messages it handles at once
+    prefetch        messages that a slot holds: the one it handles, and those that wait for it. More
+                    than 1 spares quick handlers the way to the broker and back. It is paid for when a
+                    worker dies: each message that it held comes again, and counts a death that was not
+                    its own; and what waits in a busy slot is kept from one that is idle
     timeout         how long the handler may take; outlasting it is a failed attempt
     ack_timeout     how long the broker waits for the ack before it delivers the message again, though
                     the handler still runs; None: as the broker is configured, 30 minutes if nobody
@@ -65,6 +72,7 @@ class Consumer(Generic[B]):
     queue: ClassVar[str]
     retry: ClassVar[RetryPolicy] = RetryPolicy()
     concurrency: ClassVar[int] = 1
+    prefetch: ClassVar[int] = 1
     timeout: ClassVar[timedelta | None] = None
     ack_timeout: ClassVar[timedelta | None] = None
     isolation: ClassVar[Literal["process"] | None] = None
@@ -112,7 +120,11 @@ def check(cls: type[Consumer[Any]]) -> None:
         raise ConfigurationError(
             f"{cls.__name__}.retry is {cls.retry!r}; write RetryPolicy(attempts=5)"
         )
-    for name, low, high in (("concurrency", 1, MAX_CONCURRENCY), ("delivery_limit", 1, 1_000_000)):
+    for name, low, high in (
+        ("concurrency", 1, MAX_CONCURRENCY),
+        ("prefetch", 1, MAX_PREFETCH),
+        ("delivery_limit", 1, 1_000_000),
+    ):
         value = getattr(cls, name)
         if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
             raise ConfigurationError(
@@ -165,10 +177,13 @@ def _check_times(cls: type[Consumer[Any]]) -> None:
             f"{cls.__name__}.ack_timeout is {cls.ack_timeout}; it takes {MIN_ACK_TIMEOUT} (the broker "
             f"may look once a minute only) to {MAX_ACK_TIMEOUT.days} days"
         )
-    if cls.timeout is not None and cls.ack_timeout <= cls.timeout:
+    wait = longest_wait(cls)
+    if wait is not None and cls.ack_timeout <= wait:
+        times = f" {cls.prefetch} times (prefetch)" if cls.prefetch > 1 else ""
         raise ConfigurationError(
             f"{cls.__name__}.ack_timeout, {cls.ack_timeout}, must be longer than its timeout, "
-            f"{cls.timeout}, or the broker delivers the message again while its handler may still run"
+            f"{cls.timeout},{times} or the broker delivers a message again while its handler may still "
+            "run"
         )
 
 
@@ -188,6 +203,12 @@ def _check_handler(cls: type[Consumer[Any]]) -> None:
         raise ConfigurationError(
             f"{cls.__name__}.handle does not take (self, body, message): {error}"
         ) from None
+
+
+def longest_wait(cls: type[Consumer[Any]]) -> timedelta | None:
+    """How long the broker may wait for an ack: the handler's time limit, once for each that a slot
+    holds. None without a limit."""
+    return None if cls.timeout is None else cls.timeout * cls.prefetch
 
 
 def is_async(cls: type[Consumer[Any]]) -> bool:

@@ -64,6 +64,11 @@ class Deliveries:
             self._on_delivery(self._tag, self._redelivered, self._properties, body)
         return True
 
+    @property
+    def is_open(self) -> bool:
+        """Whether an answer still goes out."""
+        return self._connection.is_writable and not self._channel.is_closed
+
     def ack(self, tag: int) -> None:
         """The broker forgets it. What aiormq raises, where the channel is closed."""
         self._answer(_ACK, tag)
@@ -73,7 +78,7 @@ class Deliveries:
         self._answer(_REJECT, tag)
 
     def _answer(self, method: bytes, tag: int) -> None:
-        if self._channel.is_closed:
+        if not self.is_open:
             raise amqp.ChannelInvalidStateError("the channel was closed")
         # (The bit behind the tag: not several; not back into the queue.)
         self._connection.write(self._head + method + tag.to_bytes(8, "big") + b"\0\xce")

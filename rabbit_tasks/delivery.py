@@ -121,6 +121,11 @@ class Delivery:
         self._tag = tag
 
     @property
+    def is_ours(self) -> bool:
+        """Whether an answer would reach the broker, as far as is known here."""
+        return not self.lost and self._deliveries is not None and self._deliveries.is_open
+
+    @property
     def is_answered(self) -> bool:
         """Whether the broker was told what became of it."""
         return self.run is not None and self.run.answered_at > 0
@@ -603,7 +608,7 @@ class Handling:
         (A nack counts as a delivery before 4.3, closing the channel on every version.)
         """
         publisher, queue = self._publisher, self.kind.queue
-        if delivery.lost or publisher is None:
+        if publisher is None or not delivery.is_ours:
             return
         delivery.settling = True
         what = "not put back"

@@ -113,8 +113,13 @@ class Frames(TransportFactory):
 
     def _flush(self) -> None:
         parts, self._unwritten, self._unwritten_bytes = self._unwritten, [], 0
-        if self._writer is not None and not self._writer.transport.is_closing():
+        if self._writer is not None and self.is_writable:
             self._writer.write(b"".join(parts))
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether what is written still goes out: the library knows of an end some turns later."""
+        return self._writer is not None and not self._writer.transport.is_closing()
 
     @property
     def unsent(self) -> int:

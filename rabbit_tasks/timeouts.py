@@ -6,7 +6,7 @@ import re
 from datetime import timedelta
 from typing import Any, Final
 
-from rabbit_tasks.consumer import Consumer
+from rabbit_tasks.consumer import Consumer, longest_wait
 from rabbit_tasks.durations import duration_text
 from rabbit_tasks.retry import MILLISECOND
 
@@ -26,14 +26,14 @@ def warning_of(version: str, consumer: type[Consumer[Any]]) -> str | None:
     Only for what the class says: a handler without a time limit may be as quick as any. Nor can it be
     seen over AMQP how the broker is configured.
     """
-    broker = _numbers(version)
+    broker, wait = _numbers(version), longest_wait(consumer)
     says = "ack_timeout" if consumer.ack_timeout is not None else "timeout"
     if broker >= _ARGUMENT_COUNTS:
-        if consumer.ack_timeout is not None or not _exceeds(consumer.timeout):
+        if consumer.ack_timeout is not None or not _exceeds(wait):
             return None
-    elif not (_exceeds(consumer.timeout) or _exceeds(consumer.ack_timeout)):
+    elif not (_exceeds(wait) or _exceeds(consumer.ack_timeout)):
         return None
-    takes = consumer.ack_timeout or consumer.timeout
+    takes = consumer.ack_timeout or wait
     assert takes is not None
     enough = consumer.ack_timeout or -(-takes // _MINUTE) * _MINUTE + _SPARE
     if broker < _ARGUMENT_COUNTS:

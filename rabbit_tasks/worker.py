@@ -2,7 +2,7 @@
 
     Worker.run          one session after another until asked to stop
     Worker._session     the connection and its slots, until the connection is lost
-    Worker._consume     one slot: a channel with prefetch 1; for each delivery: process
+    Worker._consume     one slot: a channel with a prefetch; for each delivery: process
 
 Nothing of a lost session is restored: it is thrown away and the next one starts from nothing. Only
 handlers that still run are kept, for their messages' redelivery to join.
@@ -18,6 +18,7 @@ import random
 import socket
 import time
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
 from typing import Any, Final, TypeVar
@@ -137,7 +138,7 @@ class Worker:
         self._handlings: list[Handling] = []
         self._slots: set[asyncio.Task[None]] = set()
         self._pumps: set[asyncio.Task[None]] = set()
-        self._in_hand: dict[asyncio.Task[None], Delivery] = {}
+        self._in_hand: dict[asyncio.Task[None], deque[Delivery]] = {}
         self._worked = False
         self._quiet_until: dict[str, float] = {}
         self._repeats = Repeats()
@@ -407,7 +408,7 @@ class Worker:
                     await declare.declare(connection, self._topology)
 
     async def _consume(self, connection: Connection, handling: Handling) -> str:
-        """A channel with prefetch 1 and a fresh tag; for each delivery: process.
+        """A channel with a prefetch and a fresh tag; for each delivery: process.
 
         Returns why the channel is of no more use. A handler that still runs goes on without it.
         """
@@ -444,7 +445,7 @@ class Worker:
         stopping = asyncio.create_task(self._stop.wait())
         tag = f"rabbit-tasks.{uuid.uuid4().hex}"
         try:
-            await channel.basic_qos(prefetch_count=1, timeout=RPC_TIMEOUT)
+            await channel.basic_qos(prefetch_count=handling.kind.prefetch, timeout=RPC_TIMEOUT)
             await channel.basic_consume(queue, _taken, consumer_tag=tag, timeout=RPC_TIMEOUT)
             if how_often := self._repeats.over(f"{queue}: not consuming"):
                 log.info(
@@ -458,7 +459,7 @@ class Worker:
             if pump.done() and not ended.done():
                 pump.result()  # it never ends by itself: a fault of ours, for the session to raise
             if not ended.done():
-                await self._leave(channel, tag, deliveries, pump, ended)
+                await self._leave(channel, tag, deliveries, handling, pump, ended)
             # (Told only where we do not stop: the slot has ended over an ack that nobody took.)
             return ended.result() if ended.done() else "an ack was not taken"
         finally:
@@ -473,15 +474,19 @@ class Worker:
         channel: Channel,
         tag: str,
         deliveries: asyncio.Queue[Delivery | None],
+        handling: Handling,
         pump: asyncio.Task[None],
         ended: asyncio.Future[str],
     ) -> None:
-        """Stop consuming, and keep the channel until the message in hand is settled, or not ours.
+        """Stop consuming, put back what waits, and keep the channel for the message in hand until it is
+        settled, or not ours.
 
         The channel's own close comes last and is answered last: so the acks before it are through.
         """
         with suppress(TimeoutError, *LOST):
             await channel.basic_cancel(tag, timeout=self._left(CLOSE_TIMEOUT))
+        if self._stop.is_set():  # (or else the pump has ended over a loss: the broker has them again)
+            await asyncio.gather(*map(handling.put_back, _emptied(deliveries)))
         deliveries.put_nowait(None)
         first: list[asyncio.Future[Any]] = [pump, ended]
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -493,21 +498,21 @@ class Worker:
         handling: Handling,
     ) -> None:
         """The channel is of no more use: what it brought belongs to the broker again."""
-        while not deliveries.empty():
-            if (waiting := deliveries.get_nowait()) is not None:
-                waiting.lost = True
+        for waiting in _emptied(deliveries):
+            waiting.lost = True
         deliveries.put_nowait(None)
-        if (delivery := self._in_hand.get(pump)) is not None:
+        for delivery in self._in_hand.get(pump, ()):
             handling.runs.orphan(delivery)
 
     async def _pump(self, deliveries: asyncio.Queue[Delivery | None], handling: Handling) -> None:
         """Process the deliveries of one channel, one at a time."""
         pump = asyncio.current_task()
         assert pump is not None
+        # The last ones are kept: an ack that was lost on its way makes the broker deliver a message
+        # again whose run has just ended.
+        hands = self._in_hand[pump] = deque(maxlen=handling.kind.prefetch)
         while (delivery := await deliveries.get()) is not None:
-            # Kept until the next one comes: an ack that was lost on its way makes the broker deliver
-            # a message again whose run has just ended.
-            self._in_hand[pump] = delivery
+            hands.append(delivery)
             try:
                 await handling.process(delivery)
             except DeliveryLost:
@@ -546,8 +551,8 @@ class Worker:
         await _all_of(self._pumps, reserve * 0.4)
         self._cancel_handlers()
         await _all_of(self._pumps | self._slots, self._left(but=reserve * 0.2))
-        hands = [self._in_hand[pump] for pump in self._pumps if pump in self._in_hand]
-        if in_hand := [delivery for delivery in hands if not delivery.is_answered]:
+        hands = [self._in_hand.get(pump, deque()) for pump in self._pumps]
+        if in_hand := [one for last in hands for one in last if not one.is_answered]:
             log.warning(
                 "%d messages are neither settled nor put back, and the time is over: the broker "
                 "delivers them again", len(in_hand), extra={"fields": {"worker": self.name}},
@@ -562,8 +567,8 @@ class Worker:
 
     def _cancel_handlers(self) -> None:
         for pump in self._pumps:
-            delivery = self._in_hand.get(pump)
-            if delivery is None or not delivery.settling:
+            hands = self._in_hand.get(pump)
+            if not (hands and hands[-1].settling):
                 pump.cancel()
 
     async def _finish(self, stopper: asyncio.Task[None]) -> None:
@@ -619,6 +624,12 @@ def _explained(text: str, but: BaseException | None = None) -> Iterator[None]:
         if error is but or is_cancelled():
             raise
         raise ConfigurationError(text.format(failure_of(error).log)) from error
+
+
+def _emptied(deliveries: asyncio.Queue[Delivery | None]) -> Iterator[Delivery]:
+    while not deliveries.empty():
+        if (waiting := deliveries.get_nowait()) is not None:
+            yield waiting
 
 
 async def _taken(_: DeliveredMessage) -> None:

@@ -481,6 +481,10 @@ class Line:
             sent.unmarshal(method[4:])
             pipe.publish(sent.exchange, sent.routing_key, message[0][12:], b"".join(message[1:]))
 
+    @property
+    def is_writable(self) -> bool:
+        return not self.is_lost
+
     async def unblocked(self) -> None: ...
 
     async def end(self, within: float = 3.0) -> None:

@@ -307,6 +307,8 @@ def test_these_handlers_will_do(handler: Any) -> None:
         ({"retry": 5}, r"Made.retry is 5; write RetryPolicy\(attempts=5\)"),
         ({"concurrency": 0}, "Made.concurrency is 0; it takes a whole number from 1 to 1000"),
         ({"concurrency": 1001}, "concurrency is 1001"),
+        ({"prefetch": 0}, "Made.prefetch is 0; it takes a whole number from 1 to 1000"),
+        ({"prefetch": 1001}, "prefetch is 1001"),
         ({"concurrency": True}, "concurrency is True"),
         ({"concurrency": 2.0}, "concurrency is 2.0"),
         ({"delivery_limit": 0}, "Made.delivery_limit is 0; it takes a whole number from 1"),

@@ -27,6 +27,7 @@ class Line:
     """What acks go over, and a publisher, that note what comes over them."""
 
     frame_max: int = 131_072
+    is_open: bool = True
     acked: list[int] = field(default_factory=list)
     breaks: bool = False
     """The connection goes with the next ack, which the broker may have all the same."""
