@@ -6,7 +6,7 @@ they arrive; an ack is 21 bytes, written together with the others of its turn of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import aiormq.exceptions as amqp
@@ -27,6 +27,7 @@ class Deliveries:
     """The deliveries of a channel that consumes.
 
     on_delivery     called while the stream is read, for one after another: it must not raise
+    consumer        the tag of the consumer that the last one is for
     """
 
     def __init__(self, connection: Connection, channel: Channel, on_delivery: OnDelivery) -> None:
@@ -34,6 +35,7 @@ class Deliveries:
         self._channel = channel
         self._on_delivery = on_delivery
         self._head = bytes([METHOD]) + channel.number.to_bytes(2, "big") + (13).to_bytes(4, "big")
+        self.consumer = b""
         self._is_delivery = False
         self._tag = 0
         self._redelivered = False
@@ -46,7 +48,8 @@ class Deliveries:
         if kind == METHOD:
             self._is_delivery = payload[:4] == _DELIVER
             if self._is_delivery:
-                at = 5 + payload[4]  # behind the consumer's tag
+                at = 5 + payload[4]
+                self.consumer = payload[5:at]
                 self._tag = int.from_bytes(payload[at : at + 8], "big")
                 self._redelivered = payload[at + 8] & 1 == 1
             return self._is_delivery
@@ -72,6 +75,16 @@ class Deliveries:
     def ack(self, tag: int) -> None:
         """The broker forgets it. What aiormq raises, where the channel is closed."""
         self._answer(_ACK, tag)
+
+    def ack_all(self, tags: Iterable[int], *, up_to: int = 0) -> None:
+        """The same of many, and of every delivery up to one, in one write."""
+        if not self.is_open:
+            raise amqp.ChannelInvalidStateError("the channel was closed")
+        head = self._head + _ACK
+        frames = [head + tag.to_bytes(8, "big") + b"\0\xce" for tag in tags]
+        if up_to:
+            frames.append(head + up_to.to_bytes(8, "big") + b"\1\xce")
+        self._connection.write(b"".join(frames))
 
     def reject(self, tag: int) -> None:
         """The broker dead-letters it. Raises as `ack` does."""
