@@ -22,6 +22,10 @@ PATIENCE: Final = 180.0
 """Seconds for one order."""
 
 
+UNCOMPILED: Final = ("PYTHONDONTWRITEBYTECODE", "PYTHONOPTIMIZE")
+"""Variables that contenders do not inherit."""
+
+
 class Failed(Exception):
     """A contender could not do it; the text says who, what and why."""
 
@@ -33,10 +37,16 @@ class Lane:
         self.name = name
         self.queue = queue
         self.version = "?"
+        self.is_warm = False
+        """Whether a process of it has started before, so that the next one compiles nothing."""
+        # What is installed has its bytecode. What somebody works on may have none, or may not write it
+        # down, and would be compiled at every start.
+        self._bytecode = tempfile.TemporaryDirectory()
         self._environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name not in UNCOMPILED},
             URL: url,
             QUEUE: queue,
+            "PYTHONPYCACHEPREFIX": self._bytecode.name,
             "PYTHONPATH": os.pathsep.join(
                 filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))
             ),
@@ -62,6 +72,7 @@ class Lane:
     ) -> None:
         _end(self._process)
         self._log.close()
+        self._bytecode.cleanup()
 
     def ask(self, do: str, **more: Any) -> Any:
         """The answer to an order; Failed with the last line of what went wrong."""
@@ -105,6 +116,7 @@ class Lane:
                     if process.poll() is not None or time.monotonic() > began + PATIENCE:
                         raise Failed(f"{self.name}: start: no first message\n{self.told()}")
                     time.sleep(0.01)
+                self.is_warm = True
                 return {"time": (float(first.read_text().split()[0]) - began) * 1e3}
             finally:
                 _end(process)
