@@ -51,7 +51,7 @@ class Waiting:
 @pytest.mark.parametrize(
     ("kind", "times"),
     [
-        (patient.Patient, 15),
+        (patient.Patient, 8),
         *(
             pytest.param(kind, 50, marks=[pytest.mark.heavy, pytest.mark.timeout(600)])
             for kind in patient.KINDS

@@ -58,12 +58,14 @@ async def test_a_handler_that_runs_is_finished_and_acked(
     assert "Traceback" not in worker.log
 
 
-async def test_thirty_workers_in_a_row_put_back_what_they_could_not_finish(
-    publisher: Publisher, connection: Connection, declared: Declared, start_worker: Start,
+@pytest.mark.parametrize(
+    "rounds", [12, pytest.param(30, marks=[pytest.mark.heavy, pytest.mark.timeout(300)])]
+)
+async def test_workers_in_a_row_put_back_what_they_could_not_finish(
+    rounds: int, publisher: Publisher, connection: Connection, declared: Declared, start_worker: Start,
     runs: Runs, tmp_path: Path,
 ) -> None:  # fmt: skip
-    """Six times the delivery limit; for async, thread and process handlers at once."""
-    rounds = 30
+    """More than twice the delivery limit, or six times; async, thread and process handlers at once."""
     await declared(patient.app)
     ids = await publish_to_each(publisher, Order(do="sleep", seconds=600))
     loading: deque[tuple[WorkerProcess, Path]] = deque()

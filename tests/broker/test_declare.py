@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
+from contextlib import AsyncExitStack
 from datetime import timedelta
 from typing import Any
 from urllib.parse import quote
@@ -19,7 +18,7 @@ from rabbit_tasks.errors import ConnectError, TopologyError
 from rabbit_tasks.topology import Topology
 from rabbit_tasks.worker import Worker
 from tests.conftest import PASSWORD, eventually
-from tests.support.brokers import ROOT, Broker
+from tests.support.brokers import Broker
 from tests.support.queues import consumers
 
 
@@ -72,32 +71,11 @@ async def test_a_binding_that_is_gone_is_made_again(
     assert (binding["destination"], binding["routing_key"]) == ("mail.parked", "mail")
 
 
-async def test_ten_processes_declare_at_once(url: str, settings: Settings) -> None:
-    script = (
-        "import asyncio, sys\n"
-        "from rabbit_tasks import Settings\n"
-        "from rabbit_tasks.broker import connected\n"
-        "from rabbit_tasks.declare import declare\n"
-        "from tests.broker.test_declare import TOPOLOGY\n"
-        "async def main():\n"
-        "    async with connected(Settings(), 'declare') as c:\n"
-        "        sys.stdin.readline()\n"
-        "        await declare(c, TOPOLOGY)\n"
-        "asyncio.run(main())\n"
-    )
-    processes = [
-        await asyncio.create_subprocess_exec(
-            sys.executable, "-c", script, cwd=ROOT, stdin=asyncio.subprocess.PIPE,
-            env={**os.environ, "RABBIT_TASKS_URL": url},
-        )
-        for _ in range(10)
-    ]  # fmt: skip
-    async with connected(settings, "test") as connection:
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write(b"go\n")
-        assert [await process.wait() for process in processes] == [0] * 10
-        assert await check(connection, TOPOLOGY) == []
+async def test_ten_connections_declare_at_once(settings: Settings) -> None:
+    async with AsyncExitStack() as stack:
+        ten = [await stack.enter_async_context(connected(settings, "declare")) for _ in range(10)]
+        await asyncio.gather(*(declare(one, TOPOLOGY) for one in ten))
+        assert await check(ten[0], TOPOLOGY) == []
 
 
 # --- differences --------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ Run = Callable[[App], Awaitable[Running]]
 async def test_a_hundred_messages_with_mixed_delays_return_within_150_ms_of_their_own(
     run: Run, connection: Connection, publisher: Publisher
 ) -> None:
-    """Of their own, and of what the machine is late by: their way has four queues and as many loops."""
+    """Beside what is late on this machine without us."""
     failed: dict[str, float] = {}
     settled: dict[str, tuple[float, timedelta]] = {}
     back: dict[str, float] = {}
@@ -64,7 +64,10 @@ async def test_a_hundred_messages_with_mixed_delays_return_within_150_ms_of_thei
     early = [back[one] - failed[one] - settled[one][1].total_seconds() for one in back]
     late = [back[one] - settled[one][0] - settled[one][1].total_seconds() for one in back]
     assert min(early) >= 0
-    assert max(late) < 0.15 + 4 * machine.worst
+    assert machine.worst > 0
+    assert (
+        max(late) < 0.15 + 5 * machine.worst
+    )  # (a hundred, of which it does not take all at once)
 
 
 async def test_different_messages_with_one_id_all_run_and_all_fail_for_themselves(
