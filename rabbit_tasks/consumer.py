@@ -25,7 +25,9 @@ MAX_CONCURRENCY: Final = 1000
 """Slots of one consumer: each is a channel, and RabbitMQ's default channel_max is 2047."""
 
 MAX_PREFETCH: Final = 1000
-"""Messages in one slot: what a death of its worker brings again."""
+"""Messages held for one slot."""
+MAX_HELD: Final = 65_535
+"""Messages held in one channel: its prefetch count has 16 bits."""
 
 MIN_ACK_TIMEOUT: Final = timedelta(minutes=1)
 MAX_ACK_TIMEOUT: Final = timedelta(days=49)
@@ -47,10 +49,11 @@ class Consumer(Generic[B]):
     queue           the name of its main queue
     retry           when to try again, when to park
     concurrency     slots: how many messages it handles at once
-    prefetch        messages that a slot holds: the one it handles, and those that wait for it. More
-                    than 1 spares quick handlers the way to the broker and back. It is paid for when a
-                    worker dies: each message that it held comes again, and counts a death that was not
-                    its own; and what waits in a busy slot is kept from one that is idle
+    prefetch        messages held for each slot, the one that it handles among them. More than 1 spares
+                    quick handlers the way to the broker and back: then all slots share one channel,
+                    whose acks go together. It is paid for when a worker dies, or the broker closes
+                    that channel over a handler that takes too long: each message that was held comes
+                    again, and counts a death that was not its own
     timeout         how long the handler may take; outlasting it is a failed attempt
     ack_timeout     how long the broker waits for the ack before it delivers the message again, though
                     the handler still runs; None: as the broker is configured, 30 minutes if nobody
@@ -130,6 +133,11 @@ def check(cls: type[Consumer[Any]]) -> None:
             raise ConfigurationError(
                 f"{cls.__name__}.{name} is {value!r}; it takes a whole number from {low} to {high}"
             )
+    if cls.concurrency * cls.prefetch > MAX_HELD:
+        raise ConfigurationError(
+            f"{cls.__name__} would hold {cls.concurrency * cls.prefetch} messages (concurrency times "
+            f"prefetch); a channel takes {MAX_HELD}"
+        )
     _check_isolation(cls)
     _check_times(cls)
     body_of(cls)

@@ -6,6 +6,7 @@ they arrive; an ack is 21 bytes, written together with the others of its turn of
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import Final
 
@@ -27,10 +28,19 @@ class Deliveries:
     """The deliveries of a channel that consumes.
 
     on_delivery     called while the stream is read, for one after another: it must not raise
+    together        acks of one turn of the event loop are one, as far as there is none in between that
+                    is not acked
     consumer        the tag of the consumer that the last one is for
     """
 
-    def __init__(self, connection: Connection, channel: Channel, on_delivery: OnDelivery) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        channel: Channel,
+        on_delivery: OnDelivery,
+        *,
+        together: bool = False,
+    ) -> None:
         self._connection = connection
         self._channel = channel
         self._on_delivery = on_delivery
@@ -42,6 +52,9 @@ class Deliveries:
         self._properties = b""
         self._left = 0
         self._parts: list[bytes] = []
+        self._open: dict[int, None] | None = {} if together else None
+        """Tags of what is not answered, in their order; where that matters."""
+        self._acked: set[int] = set()
         connection.tap(channel, self._frame)
 
     def _frame(self, kind: int, payload: bytes) -> bool:
@@ -64,6 +77,8 @@ class Deliveries:
         if self._left == 0:
             parts, self._parts = self._parts, []
             body = parts[0] if len(parts) == 1 else b"".join(parts)
+            if self._open is not None:
+                self._open[self._tag] = None
             self._on_delivery(self._tag, self._redelivered, self._properties, body)
         return True
 
@@ -74,12 +89,30 @@ class Deliveries:
 
     def ack(self, tag: int) -> None:
         """The broker forgets it. What aiormq raises, where the channel is closed."""
-        self._answer(_ACK, tag)
+        if self._open is None:
+            self._answer(_ACK, tag)
+            return
+        self._check()
+        if not self._acked:
+            asyncio.get_running_loop().call_soon(self._ack_together)
+        self._acked.add(tag)
+
+    def _ack_together(self) -> None:
+        assert self._open is not None
+        acked, self._acked = self._acked, set()
+        up_to = 0
+        for tag in self._open:
+            if tag not in acked:
+                break
+            up_to = tag
+        for tag in acked:
+            self._open.pop(tag, None)
+        if self.is_open:
+            self.ack_all(sorted(tag for tag in acked if tag > up_to), up_to=up_to)
 
     def ack_all(self, tags: Iterable[int], *, up_to: int = 0) -> None:
         """The same of many, and of every delivery up to one, in one write."""
-        if not self.is_open:
-            raise amqp.ChannelInvalidStateError("the channel was closed")
+        self._check()
         head = self._head + _ACK
         frames = [head + tag.to_bytes(8, "big") + b"\0\xce" for tag in tags]
         if up_to:
@@ -89,9 +122,14 @@ class Deliveries:
     def reject(self, tag: int) -> None:
         """The broker dead-letters it. Raises as `ack` does."""
         self._answer(_REJECT, tag)
+        if self._open is not None:
+            self._open.pop(tag, None)
 
-    def _answer(self, method: bytes, tag: int) -> None:
+    def _check(self) -> None:
         if not self.is_open:
             raise amqp.ChannelInvalidStateError("the channel was closed")
+
+    def _answer(self, method: bytes, tag: int) -> None:
+        self._check()
         # (The bit behind the tag: not several; not back into the queue.)
         self._connection.write(self._head + method + tag.to_bytes(8, "big") + b"\0\xce")

@@ -2,7 +2,7 @@
 
     Worker.run          one session after another until asked to stop
     Worker._session     the connection and its slots, until the connection is lost
-    Worker._consume     one slot: a channel with a prefetch; for each delivery: process
+    Worker._consume     a channel with prefetch 1 per slot; for each delivery: process
 
 Nothing of a lost session is restored: it is thrown away and the next one starts from nothing. Only
 handlers that still run are kept, for their messages' redelivery to join.
@@ -305,20 +305,21 @@ class Worker:
             for handling in self._handlings:
                 if self._worked:
                     handling.calm_from = time.monotonic() + SHAKEN
-                for _ in range(handling.kind.concurrency):
+                for _ in range(_channels(handling.kind)):
                     slot = asyncio.create_task(self._slot(connection, handling))
                     self._slots.add(slot)
                     slot.add_done_callback(self._slots.discard)
             queues = ", ".join(handling.kind.queue for handling in self._handlings)
+            slots = sum(handling.kind.concurrency for handling in self._handlings)
             outage = self._repeats.over("outage")
             self._repeats.over(NO_CONFIRM)
             for handling in self._handlings:
                 self._repeats.over(f"{handling.kind.queue}: in hand")
             log.info(
                 "connected to RabbitMQ %s: %d slots on %s%s",
-                connection.server_version, len(self._slots), queues,
+                connection.server_version, slots, queues,
                 f"; again, {outage}" if outage else "",
-                extra={"fields": {"worker": self.name, "slots": len(self._slots)}},
+                extra={"fields": {"worker": self.name, "slots": slots}},
             )  # fmt: skip
             self._worked = True
             self._connected_at = time.monotonic()
@@ -342,7 +343,7 @@ class Worker:
 
         That one goes on with the queues that are there: what is missing holds up only its own.
         """
-        wanted = sum(handling.kind.concurrency for handling in self._handlings)
+        wanted = sum(_channels(handling.kind) for handling in self._handlings)
         if wanted + SPARE_CHANNELS > connection.channel_max:
             raise ConfigurationError(
                 f"{wanted} slots need as many channels, and the broker allows {connection.channel_max} "
@@ -408,11 +409,15 @@ class Worker:
                     await declare.declare(connection, self._topology)
 
     async def _consume(self, connection: Connection, handling: Handling) -> str:
-        """A channel with a prefetch and a fresh tag; for each delivery: process.
+        """A channel with prefetch 1 and a fresh tag; for each delivery: process.
+
+        A slot has one to itself: what closes it, as a handler that outlasts the broker's patience,
+        costs no other message a delivery. With a prefetch of more than 1 all slots share one.
 
         Returns why the channel is of no more use. A handler that still runs goes on without it.
         """
-        queue = handling.kind.queue
+        queue, kind = handling.kind.queue, handling.kind
+        slots = kind.concurrency // _channels(kind)
         channel = await connection.open()
         deliveries: asyncio.Queue[Delivery | None] = asyncio.Queue()
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -425,7 +430,7 @@ class Worker:
                 )
             )  # fmt: skip
 
-        arriving = Deliveries(connection, channel, on_delivery)
+        arriving = Deliveries(connection, channel, on_delivery, together=slots * kind.prefetch > 1)
 
         def end(why: str) -> None:
             if not ended.done():
@@ -439,13 +444,14 @@ class Worker:
         )
         closing = channel.closing
         closing.add_done_callback(lambda future: end(_why_closed(future)))
-        pump = asyncio.create_task(self._pump(deliveries, handling))
-        self._pumps.add(pump)
-        pump.add_done_callback(self._pump_ended)
+        pumps = [asyncio.create_task(self._pump(deliveries, handling)) for _ in range(slots)]
+        self._pumps.update(pumps)
+        for pump in pumps:
+            pump.add_done_callback(self._pump_ended)
         stopping = asyncio.create_task(self._stop.wait())
         tag = f"rabbit-tasks.{uuid.uuid4().hex}"
         try:
-            await channel.basic_qos(prefetch_count=handling.kind.prefetch, timeout=RPC_TIMEOUT)
+            await channel.basic_qos(prefetch_count=slots * kind.prefetch, timeout=RPC_TIMEOUT)
             await channel.basic_consume(queue, _taken, consumer_tag=tag, timeout=RPC_TIMEOUT)
             if how_often := self._repeats.over(f"{queue}: not consuming"):
                 log.info(
@@ -454,17 +460,18 @@ class Worker:
             if self._on_ready is not None:
                 on_ready, self._on_ready = self._on_ready, None
                 on_ready()
-            first: list[asyncio.Future[Any]] = [ended, stopping, pump]
+            first: list[asyncio.Future[Any]] = [ended, stopping, *pumps]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            if pump.done() and not ended.done():
-                pump.result()  # it never ends by itself: a fault of ours, for the session to raise
+            for pump in pumps:
+                if pump.done() and not ended.done():
+                    pump.result()  # none ends by itself: a fault of ours, for the session to raise
             if not ended.done():
-                await self._leave(channel, tag, deliveries, handling, pump, ended)
+                await self._leave(channel, tag, deliveries, handling, pumps, ended)
             # (Told only where we do not stop: the slot has ended over an ack that nobody took.)
             return ended.result() if ended.done() else "an ack was not taken"
         finally:
             stopping.cancel()
-            self._lose(pump, deliveries, handling)
+            self._lose(pumps, deliveries, handling)
             if not channel.is_closed:
                 with suppress(Exception):
                     await channel.close(timeout=self._left(CLOSE_TIMEOUT))
@@ -475,37 +482,39 @@ class Worker:
         tag: str,
         deliveries: asyncio.Queue[Delivery | None],
         handling: Handling,
-        pump: asyncio.Task[None],
+        pumps: list[asyncio.Task[None]],
         ended: asyncio.Future[str],
     ) -> None:
-        """Stop consuming, put back what waits, and keep the channel for the message in hand until it is
+        """Stop consuming, put back what waits, and keep the channel for what is in hand until it is
         settled, or not ours.
 
         The channel's own close comes last and is answered last: so the acks before it are through.
         """
         with suppress(TimeoutError, *LOST):
             await channel.basic_cancel(tag, timeout=self._left(CLOSE_TIMEOUT))
-        if self._stop.is_set():  # (or else the pump has ended over a loss: the broker has them again)
+        if self._stop.is_set():  # (or else a pump has ended over a loss: the broker has them again)
             await asyncio.gather(*map(handling.put_back, _emptied(deliveries)))
-        deliveries.put_nowait(None)
-        first: list[asyncio.Future[Any]] = [pump, ended]
-        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        for _ in pumps:
+            deliveries.put_nowait(None)
+        settled: asyncio.Future[Any] = asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.wait({settled, ended}, return_when=asyncio.FIRST_COMPLETED)
 
     def _lose(
         self,
-        pump: asyncio.Task[None],
+        pumps: list[asyncio.Task[None]],
         deliveries: asyncio.Queue[Delivery | None],
         handling: Handling,
     ) -> None:
         """The channel is of no more use: what it brought belongs to the broker again."""
         for waiting in _emptied(deliveries):
             waiting.lost = True
-        deliveries.put_nowait(None)
-        for delivery in self._in_hand.get(pump, ()):
-            handling.runs.orphan(delivery)
+        for pump in pumps:
+            deliveries.put_nowait(None)
+            for delivery in self._in_hand.get(pump, ()):
+                handling.runs.orphan(delivery)
 
     async def _pump(self, deliveries: asyncio.Queue[Delivery | None], handling: Handling) -> None:
-        """Process the deliveries of one channel, one at a time."""
+        """Process deliveries of a channel, one at a time."""
         pump = asyncio.current_task()
         assert pump is not None
         # The last ones are kept: an ack that was lost on its way makes the broker deliver a message
@@ -624,6 +633,11 @@ def _explained(text: str, but: BaseException | None = None) -> Iterator[None]:
         if error is but or is_cancelled():
             raise
         raise ConfigurationError(text.format(failure_of(error).log)) from error
+
+
+def _channels(kind: type[Consumer[Any]]) -> int:
+    """Of all slots of a consumer: one each, or one for all where they hold more than they handle."""
+    return kind.concurrency if kind.prefetch == 1 else 1
 
 
 def _emptied(deliveries: asyncio.Queue[Delivery | None]) -> Iterator[Delivery]:

@@ -309,6 +309,7 @@ def test_these_handlers_will_do(handler: Any) -> None:
         ({"concurrency": 1001}, "concurrency is 1001"),
         ({"prefetch": 0}, "Made.prefetch is 0; it takes a whole number from 1 to 1000"),
         ({"prefetch": 1001}, "prefetch is 1001"),
+        ({"prefetch": 656, "concurrency": 100}, "Made would hold 65600 messages"),
         ({"concurrency": True}, "concurrency is True"),
         ({"concurrency": 2.0}, "concurrency is 2.0"),
         ({"delivery_limit": 0}, "Made.delivery_limit is 0; it takes a whole number from 1"),
