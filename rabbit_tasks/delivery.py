@@ -23,11 +23,11 @@ import time
 import traceback
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import tenacity
 
@@ -40,7 +40,6 @@ from rabbit_tasks.deliveries import Deliveries
 from rabbit_tasks.durations import duration_text
 from rabbit_tasks.errors import ConnectError, PublishError, Unconfirmed
 from rabbit_tasks.handler import Handler
-from rabbit_tasks.isolation import Children
 from rabbit_tasks.message import Message
 from rabbit_tasks.observer import Observer, Settled
 from rabbit_tasks.properties import Properties
@@ -57,6 +56,9 @@ from rabbit_tasks.retry import (
 )
 from rabbit_tasks.text import one_line
 from rabbit_tasks.topology import PARKING_LOT, crashed_queue, retry_queue
+
+if TYPE_CHECKING:
+    from rabbit_tasks.isolation import Children
 
 log = logging.getLogger("rabbit_tasks")
 
@@ -567,10 +569,39 @@ class Handling:
         self, delivery: Delivery, exchange: str, key: str, headers: dict[str, Any]
     ) -> bool:
         """False where its own headers leave no room for ours."""
+        once = partial(self._copy_once, delivery, exchange, key, headers, uuid.uuid4().hex)
+        try:
+            return await once()
+        except (PublishError, ConnectError) as error:
+            first = error
+        return await self._copy_again(delivery, once, first)
+
+    async def _copy_once(
+        self, delivery: Delivery, exchange: str, key: str, headers: dict[str, Any], message_id: str
+    ) -> bool:
         publisher = self._publisher
         assert publisher is not None
-        message_id = uuid.uuid4().hex
-        why: set[str] = set()
+        if delivery.lost:
+            raise DeliveryLost
+        copy = history.copy(
+            delivery.properties,
+            headers,
+            message_id=message_id,
+            frame_max=(await publisher.connect()).frame_max,
+        )
+        if copy is None:
+            return False
+        await publisher.send(exchange, key, delivery.body, copy)
+        return True
+
+    async def _copy_again(
+        self,
+        delivery: Delivery,
+        once: Callable[[], Awaitable[bool]],
+        first: PublishError | ConnectError,
+    ) -> bool:
+        """The copy after a first try that failed, with growing pauses."""
+        copied, why = False, set[str]()
         async for attempt in tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception_type((PublishError, ConnectError)),
             wait=tenacity.wait_exponential(multiplier=0.5, max=30) + tenacity.wait_random(0, 0.5),
@@ -578,22 +609,14 @@ class Handling:
             before_sleep=partial(self._tell_held, delivery, why),
         ):
             with attempt:
-                if delivery.lost:
-                    raise DeliveryLost
-                copy = history.copy(
-                    delivery.properties,
-                    headers,
-                    message_id=message_id,
-                    frame_max=(await publisher.connect()).frame_max,
-                )
-                if copy is None:
-                    return False
-                await publisher.send(exchange, key, delivery.body, copy)
+                if attempt.retry_state.attempt_number == 1:
+                    raise first
+                copied = await once()
         for one in why:
             if how_often := self._repeats.over(one):
                 text = f"is held no more: copies are taken again, {how_often}"
                 self._log(logging.INFO, delivery, text)
-        return True
+        return copied
 
     async def _hold(self, pause: float) -> None:
         """Wait before the copy is tried again; Stopping when the worker must go."""
