@@ -58,7 +58,6 @@ from rabbit_tasks.errors import (
     TopologyError,
 )
 from rabbit_tasks.history import failure_of
-from rabbit_tasks.isolation import Children
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.publisher import Publisher
 from rabbit_tasks.repeats import Repeats
@@ -273,6 +272,8 @@ class Worker:
     def _handling(self, consumer: Consumer[Any], publisher: Publisher) -> Handling:
         children = None
         if consumer.isolation == "process":
+            from rabbit_tasks.isolation import Children  # (multiprocessing, which others need not)
+
             children = Children(consumer, redact=self._app.redact, log_setup=self._log_setup)
         return Handling(
             consumer,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rabbit_tasks.cli import Given, app_of, cli, exit_code, run, settings_of, tell
+from rabbit_tasks.cli import Given, app_of, cli, collect, exit_code, run, settings_of, tell
 from rabbit_tasks.cli.logs import Format, configure
 from rabbit_tasks.errors import ConfigurationError, RabbitTasksError
 
@@ -72,6 +72,7 @@ def work(
     settings = settings_of(context, grace=grace)
     import rabbit_tasks.worker  # noqa: F401 (once, before the workers' processes part from this one)
 
+    collect()
     place = Supervisor(int(processes), signals, settings).run()
     if isinstance(place, int):
         raise typer.Exit(place)

@@ -189,6 +189,15 @@ def test_every_command_is_there_wherever_a_name_of_one_stands(
     assert listed in run("-m", "rabbit_tasks", *words)
 
 
+def test_garbage_is_collected_from_the_moment_at_which_a_command_begins_its_work() -> None:
+    code = (
+        "import asyncio, gc, sys\nfrom rabbit_tasks.cli import main\n"
+        "def look(work):\n    work.close()\n    print(gc.isenabled(), gc.get_freeze_count() > 9999)\n"
+        f"asyncio.run = look\nsys.argv = ['rabbit-tasks', *{APP}, 'work']\nmain()"
+    )
+    assert run("-c", code) == "True True\n"
+
+
 def test_a_command_that_another_process_calls_leaves_its_exit_code_alone() -> None:
     """As our own tests do: pytest's exit code was once that of the last command in a test."""
     code = (
