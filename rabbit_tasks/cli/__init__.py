@@ -14,7 +14,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,6 +27,8 @@ import typer.main
 from rabbit_tasks.errors import ConfigurationError, RabbitTasksError
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
     from rabbit_tasks.app import App
     from rabbit_tasks.settings import Settings
 
@@ -117,13 +119,16 @@ def settings_of(context: typer.Context, *, grace: str | None = None) -> Settings
     return Settings(url=given.url, grace=grace)
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
+def run(
+    work: Coroutine[Any, Any, T], loop_factory: Callable[[], AbstractEventLoop] | None = None
+) -> T:
     """Run a command's coroutine. RabbitTasksError where the client library gave one of its calls up."""
     import asyncio
 
     collect()
     try:
-        return asyncio.run(work)
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(work)
     except asyncio.CancelledError:  # (nobody's Ctrl-C: that is a KeyboardInterrupt)
         raise RabbitTasksError("the connection to the broker is lost") from None
 

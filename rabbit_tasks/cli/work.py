@@ -10,7 +10,9 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -19,9 +21,13 @@ from rabbit_tasks.cli.logs import Format, configure
 from rabbit_tasks.errors import ConfigurationError, RabbitTasksError
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
     from rabbit_tasks.settings import Settings
     from rabbit_tasks.supervisor import Place
     from rabbit_tasks.worker import Worker
+
+Loop = Literal["auto", "asyncio", "uvloop"]
 
 
 @cli.command("work")
@@ -50,6 +56,9 @@ def work(
             show_default="one, unsupervised",
         ),
     ] = None,
+    loop: Annotated[
+        Loop, typer.Option(help="The event loop; auto is uvloop where that is installed.")
+    ] = "auto",
     log_format: Annotated[Format, typer.Option(help="How log lines look.")] = "text",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
 ) -> None:
@@ -57,7 +66,8 @@ def work(
     if log_level.lower() not in ("debug", "info", "warning", "error"):
         raise typer.BadParameter(f"{log_level!r} is not debug, info, warning or error")
     log_setup = partial(configure, log_format, log_level, several=processes is not None)
-    begin = partial(_work, context.obj, queues or (), declare, log_setup)
+    loop_factory = _loop_factory(loop)
+    begin = partial(_work, context.obj, queues or (), declare, log_setup, loop_factory)
     if processes is None:
         log_setup()
         begin(settings_of(context, grace=grace))
@@ -85,11 +95,26 @@ def work(
         raise
 
 
+def _loop_factory(loop: Loop) -> Callable[[], AbstractEventLoop] | None:
+    """What makes the event loop; None is asyncio's own way. It is for our process alone: handlers in
+    child processes have asyncio's."""
+    if loop == "asyncio" or (loop == "auto" and find_spec("uvloop") is None):
+        return None
+    try:
+        factory: Callable[[], AbstractEventLoop] = import_module("uvloop").new_event_loop
+    except ImportError as error:
+        raise ConfigurationError(
+            f"--loop {loop}: {error}; pip install 'rabbit-tasks[uvloop]', or take --loop asyncio"
+        ) from None
+    return factory
+
+
 def _work(
     given: Given,
     queues: Collection[str],
     declare: bool,
     log_setup: Callable[[], None],
+    loop_factory: Callable[[], AbstractEventLoop] | None,
     settings: Settings,
     place: Place | None = None,
 ) -> None:
@@ -101,7 +126,7 @@ def _work(
         on_ready=place.consumes if place else None, on_overdue=_leave,
     )  # fmt: skip
     try:
-        run(_until_stopped(worker, place))
+        run(_until_stopped(worker, place), loop_factory)
     except SystemExit as error:
         # Not ours: we never exit in the event loop. With its code it could pass for a clean end.
         tell(

@@ -192,8 +192,8 @@ def test_every_command_is_there_wherever_a_name_of_one_stands(
 def test_garbage_is_collected_from_the_moment_at_which_a_command_begins_its_work() -> None:
     code = (
         "import asyncio, gc, sys\nfrom rabbit_tasks.cli import main\n"
-        "def look(work):\n    work.close()\n    print(gc.isenabled(), gc.get_freeze_count() > 9999)\n"
-        f"asyncio.run = look\nsys.argv = ['rabbit-tasks', *{APP}, 'work']\nmain()"
+        "def look(_, work):\n    work.close()\n    print(gc.isenabled(), gc.get_freeze_count() > 9999)\n"
+        f"asyncio.Runner.run = look\nsys.argv = ['rabbit-tasks', *{APP}, 'work']\nmain()"
     )
     assert run("-c", code) == "True True\n"
 
