@@ -26,7 +26,9 @@ from rabbit_tasks.broker import RPC_TIMEOUT, Connection
 from rabbit_tasks.declare import COMMAND, Difference, Questions
 from rabbit_tasks.errors import ConfigurationError, Forbidden, ManagementError, TopologyError
 from rabbit_tasks.management import Management
-from rabbit_tasks.policies import Change, Policy, applying, changes
+from rabbit_tasks.parking.queue import ParkingQueue
+from rabbit_tasks.parking.staging import staging_queue
+from rabbit_tasks.policies import Change, Policy, applying, changes, changes_of_copies
 from rabbit_tasks.stale import not_ours, removed_names, stale_names
 from rabbit_tasks.text import quoted
 from rabbit_tasks.topology import PARKING_LOT, Binding, Exchange, Queue, Topology, waiting_for
@@ -264,6 +266,12 @@ def _policies(topology: Topology, facts: Facts) -> Iterable[Step]:
             policy = _policy_of(queue.name, policies, facts.queues, "quorum queue")
             for change in changes(queue, policy.definition) if policy else ():
                 found[policy, change].append(queue.name)  # type: ignore[index]
+        for queue in topology.queues:
+            if queue.role == "parked":
+                copies = staging_queue(ParkingQueue.of(queue.name))
+                policy = _policy_of(copies, policies, facts.queues, "quorum queue")
+                for change in changes_of_copies(policy.definition) if policy else ():
+                    found[policy, change].append(copies)  # type: ignore[index]
         for exchange in topology.exchanges:
             policy = _policy_of(exchange.name, policies, facts.exchanges, "exchange")
             if policy and (other := policy.definition.get("alternate-exchange")):

@@ -117,6 +117,29 @@ def changes(queue: Queue, definition: Mapping[str, Any]) -> list[Change]:
     return found
 
 
+def changes_of_copies(definition: Mapping[str, Any]) -> list[Change]:
+    """The same of the queue through which the copies of a replay go.
+
+    What is dropped or expires there goes home at once: where a replay is killed before it has acked the
+    originals, it is there twice (3.10 to 4.3).
+    """
+    early = [key for key in ("message-ttl", "delivery-limit") if key in definition]
+    if definition.get("overflow", "reject-publish") != "reject-publish":
+        early += [key for key in ("max-length", "max-length-bytes") if key in definition]
+    found = []
+    if early:
+        found.append(Change(
+            f"copies of a replay go home early ({', '.join(early)}): of one that is killed, up to a "
+            "thousand messages are there twice"
+        ))  # fmt: skip
+    if "expires" in definition:
+        found.append(Change(
+            "it is deleted when nobody uses it for a while (expires), with the copies that a killed "
+            "replay left in it", loses=True,
+        ))  # fmt: skip
+    return found
+
+
 def _by_time(queue: Queue, numbers: Mapping[str, int]) -> Iterable[Change]:
     ttl = numbers.get("message-ttl")
     if ttl is not None:

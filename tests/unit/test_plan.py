@@ -146,7 +146,7 @@ def test_policies_are_told_once_for_the_queues_that_they_change_alike() -> None:
     operators = Policy("op", "parked$", "queues", 1, {"max-length": 9}, is_operators=True)
     steps = due(facts(policies=[ttl, operators]))
     assert [(step.what, step.name) for step in steps] == [
-        ("policy", "too short"), ("policy", "too short"), ("policy", "too short"), ("policy", "op"),
+        *[("policy", "too short")] * 4, ("policy", "op"),
     ]  # fmt: skip
     assert steps[0].says == (
         "policy on mail: messages that wait there for 500ms (message-ttl: 500) are parked without "
@@ -158,8 +158,15 @@ def test_policies_are_told_once_for_the_queues_that_they_change_alike() -> None:
     assert steps[1].remedy == (
         "narrow its pattern '^mail', or: rabbitmqctl clear_policy -p 'my vhost' 'too short'"
     )
-    assert steps[3].says.startswith("operator policy on mail.parked: beyond 9 messages")
-    assert "rabbitmqctl clear_operator_policy -p 'my vhost' op" in steps[3].remedy
+    assert steps[3].says.startswith("policy on mail.replaying: copies")
+    assert steps[4].says.startswith("operator policy on mail.parked: beyond 9 messages")
+    assert "rabbitmqctl clear_operator_policy -p 'my vhost' op" in steps[4].remedy
+
+
+def test_policies_on_the_queue_that_replays_go_through_are_told_as_well() -> None:
+    ttl = Policy("p", "replaying$", "queues", 1, {"message-ttl": 500})
+    (step,) = due(facts(policies=[ttl]))
+    assert step.says.startswith("policy on mail.replaying: copies of a replay go home early")
 
 
 def test_of_policies_the_rules_count_and_the_brokers_late_answer_where_they_leave_it_open() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rabbit_tasks import Consumer, Message, RetryPolicy
-from rabbit_tasks.policies import Policy, applying, changes
+from rabbit_tasks.policies import Policy, applying, changes, changes_of_copies
 from rabbit_tasks.topology import Queue, topology_of
 
 
@@ -191,3 +191,22 @@ def test_a_policy_is_read_from_what_the_management_api_tells_and_from_nonsense()
            "definition": {"expires": 5}}  # fmt: skip
     assert Policy.of(row) == Policy("p", "^a", "queues", 3, {"expires": 5})
     assert Policy.of({"definition": [], "priority": "x"}) == Policy("", "", "all", 0, {})
+
+
+@pytest.mark.parametrize(
+    ("definition", "told", "loses"),
+    [
+        ({"message-ttl": 5}, ["go home early (message-ttl)"], False),
+        ({"max-length": 5, "overflow": "drop-head"}, ["go home early (max-length)"], False),
+        ({"max-length": 5}, [], False),  # (the argument refuses what is too much)
+        ({"expires": 5}, ["it is deleted when nobody uses it"], True),
+        ({"dead-letter-exchange": "x", "queue-leader-locator": "balanced"}, [], False),
+    ],
+)
+def test_a_policy_under_which_a_killed_replay_doubles_or_loses_copies_is_told(
+    definition: dict[str, Any], told: list[str], loses: bool
+) -> None:
+    found = changes_of_copies(definition)
+    assert len(found) == len(told)
+    assert all(words in one.says for words, one in zip(told, found, strict=True))
+    assert any(one.loses for one in found) == loses
