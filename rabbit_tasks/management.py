@@ -92,6 +92,12 @@ class Management:
             ) from None
         except (OSError, http.client.HTTPException) as error:
             said = error.reason if isinstance(error, urllib.error.URLError) else error
+            if isinstance(said, ssl.SSLCertVerificationError):
+                raise ManagementError(
+                    f"the management API at {self.host} (RABBIT_TASKS_MANAGEMENT_URL) has a "
+                    f"certificate we do not trust: {one_line(said.verify_message)} "
+                    "(RABBIT_TASKS_TLS_CA, RABBIT_TASKS_TLS_CHECK_HOST)"
+                ) from None
             if isinstance(said, TimeoutError):
                 said = f"no connection within {TIMEOUT:g} s"
             raise ManagementError(

@@ -251,17 +251,17 @@ def plan_command(
     if as_json:
         show_json(steps)
     else:
-        show_rows(
-            [
-                Row(step.what, quoted(step.name), step.says, step.remedy)
-                for step in steps
-                if step.what != "keep"
-            ]
-        )
+        show_rows([_row(step) for step in steps if step.what != "keep"])
     counts = Counter(step.what for step in steps)
     tell(f"{app.name}: " + ", ".join(f"{count} {what}" for what, count in counts.items()))
     if any(step.is_due for step in steps):
         raise typer.Exit(1)
+
+
+def _row(step: Step) -> Row:
+    # (What was not seen has no name, it is words.)
+    name = step.name if step.what == "unseen" else quoted(step.name)
+    return Row(step.what, name, step.says, step.remedy)
 
 
 def _summary(app: App) -> str:
