@@ -2,6 +2,7 @@
 
 python -m bench                                 every measure, five rounds
 python -m bench quick                           every measure in under three minutes
+python -m bench check                           exit 1 where one is far from its goal, and which
 python -m bench drain-64 latency --rounds 9     some of them
 python -m bench --against aiormq,celery         beside whom; peers: pip install '.[bench]'
 python -m bench profile drain-64                where the CPU time of rabbit_tasks goes

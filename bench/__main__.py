@@ -19,13 +19,17 @@ from bench.lane import Failed
 from bench.machine import load, machine
 from bench.measure import MEASURES, Measure, Size
 from bench.profile import Profile
-from bench.race import Race, opened
+from bench.race import Race, Result, opened
 from rabbit_tasks.broker import connected
 from rabbit_tasks.errors import RabbitTasksError
 from rabbit_tasks.settings import Settings
 
 QUICK = 140.0
 """Seconds for all measures of `quick`, after which there are fewer rounds."""
+BASELINE = RAW[0]
+"""Whose ratios the goals are."""
+SLACK = 1.5
+"""How much worse than its goal a figure may be in a check: rates wander, by a third or so."""
 FUNCTIONS = 40
 """Lines of a profile."""
 
@@ -33,7 +37,7 @@ FUNCTIONS = 40
 def main(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[quick | profile MEASURE | MEASURE…]", show_default=False),
+        typer.Argument(metavar="[quick | check | profile MEASURE | MEASURE…]", show_default=False),
     ] = None,
     against: Annotated[
         str, typer.Option(metavar="NAME,…", help=f"{', '.join((*RAW, *PEERS))}.")
@@ -47,12 +51,13 @@ def main(
 ) -> None:
     """Measure rabbit_tasks beside others on the broker of RABBIT_TASKS_URL."""
     first, *rest = words or [""]
-    is_profile, is_quick = first == "profile", first == "quick"
+    is_profile, is_check = first == "profile", first == "check"
+    is_quick = is_check or first == "quick"
     named = rest if is_profile or is_quick else words or []
     measures = [measure_of(name) for name in named] or list(MEASURES)
     if is_profile and (len(named) != 1 or named == ["start"]):
         raise typer.BadParameter(f"profile takes one of {', '.join(_names()[:-1])}")
-    others = [name for name in against.split(",") if name]
+    others = [name for name in against.split(",") if name] if not is_check else [BASELINE]
     if unknown := [name for name in others if name not in (*RAW, *PEERS)]:
         raise typer.BadParameter(f"{unknown[0]} is none of {', '.join((*RAW, *PEERS))}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -64,7 +69,11 @@ def main(
                 show_profile(race, measures[0], as_json)
             else:
                 size: Size = "quick" if is_quick else "whole"
-                compare(race, measures, size, rounds or (3 if is_quick else 5), as_json, server)
+                found = compare(
+                    race, measures, size, rounds or (3 if is_quick else 5), as_json, server
+                )
+                if is_check:
+                    judge(found)
     except KeyboardInterrupt:
         tell("interrupted; the queues of this run are removed")
         raise typer.Exit(130) from None
@@ -75,13 +84,13 @@ def main(
 
 def compare(
     race: Race, measures: list[Measure], size: Size, rounds: int, as_json: bool, server: str
-) -> None:
+) -> list[Result]:
     """A row for every figure as soon as it is there."""
     names = [lane.name for lane in race.lanes]
     baseline = next((name for name in RAW if name in names), names[-1])
     versions = ", ".join(f"{name} {version}" for name, version in race.versions.items())
     tell(f"{versions}; RabbitMQ {server}; {machine()}; {load()}")
-    fewest = rounds
+    fewest, found = rounds, []
     if not as_json:
         show(*table.head(names, baseline))
     for result in race.run(measures, size, rounds, QUICK if size == "quick" else None):
@@ -90,7 +99,19 @@ def compare(
         else:
             show(table.row(result, names, baseline))
         fewest = min(fewest, len(result.load))
+        found.append(result)
     tell(f"medians of {fewest} rounds{f' to {rounds}' if fewest < rounds else ''}; {load()}")
+    return found
+
+
+def judge(found: list[Result]) -> None:
+    """Exit 1 where a figure is far from its goal."""
+    worse = [text for one in found if (text := table.regression(one, BASELINE, SLACK))]
+    for text in worse:
+        tell(f"worse: {text}")
+    if worse:
+        raise typer.Exit(1)
+    tell(f"every figure is within {SLACK:g} times its goal")
 
 
 def show_profile(race: Race, measure: Measure, as_json: bool) -> None:
@@ -111,7 +132,7 @@ def measure_of(name: str) -> Measure:
     for measure in MEASURES:
         if measure.name == name:
             return measure
-    raise typer.BadParameter(f"{name} is none of quick, profile, {', '.join(_names())}")
+    raise typer.BadParameter(f"{name} is none of quick, check, profile, {', '.join(_names())}")
 
 
 def _names() -> list[str]:

@@ -34,6 +34,16 @@ class Figure:
     more_is_better: bool = False
     is_absolute: bool = False
 
+    def bound(self, slack: float = 1.0) -> float | None:
+        """The goal, or what is so much worse."""
+        if self.goal is None:
+            return None
+        return self.goal / slack if self.more_is_better else self.goal * slack
+
+    def is_reached(self, found: float, slack: float = 1.0) -> bool:
+        bound = self.bound(slack)
+        return bound is None or (found >= bound if self.more_is_better else found <= bound)
+
 
 @dataclass(frozen=True, slots=True)
 class Measure:

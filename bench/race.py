@@ -41,6 +41,10 @@ class Result:
         found = [one / other for one, other in pairs if one is not None and other]
         return statistics.median(found) if found else None
 
+    def of_goal(self, name: str, to: str) -> float | None:
+        """What is to be held against the figure's goal."""
+        return self.median(name) if self.figure.is_absolute else self.ratio(name, to)
+
 
 class Race:
     """The contenders of a run, each with a process and queues of its own."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from bench.contenders import OURS
+from bench.measure import Figure
 from bench.profile import Function, Profile
 from bench.race import Result
 
@@ -33,13 +34,25 @@ def _goal(result: Result, baseline: str) -> str:
     figure = result.figure
     if figure.goal is None or not (figure.is_absolute or baseline == "aio-pika"):
         return ""
-    found = result.median(OURS) if figure.is_absolute else result.ratio(OURS, baseline)
-    sign = "≥" if figure.more_is_better else "≤"
-    text = f"{sign} {figure.goal:g}{f' {figure.unit}' if figure.is_absolute else ''}"
+    text, found = _bound(figure), result.of_goal(OURS, baseline)
     if found is None:
         return text
-    reached = found >= figure.goal if figure.more_is_better else found <= figure.goal
-    return f"{text} {'✓' if reached else '✗'}"
+    return f"{text} {'✓' if figure.is_reached(found) else '✗'}"
+
+
+def _bound(figure: Figure, slack: float = 1.0) -> str:
+    sign = "≥" if figure.more_is_better else "≤"
+    return f"{sign} {figure.bound(slack):g}{f' {figure.unit}' if figure.is_absolute else ''}"
+
+
+def regression(result: Result, baseline: str, slack: float) -> str | None:
+    """What is so much worse than its goal, or was not measured, in a line; None where all is well."""
+    figure, found = result.figure, result.of_goal(OURS, baseline)
+    if figure.goal is None or (found is not None and figure.is_reached(found, slack)):
+        return None
+    what = "its ratio to aio-pika" if not figure.is_absolute else "it"
+    is_ = "was not measured" if found is None else f"is {_number(found)}"
+    return f"{result.measure.name} ({figure.text}): {what} {is_}; wanted {_bound(figure, slack)}"
 
 
 def lines(result: Result, baseline: str, versions: dict[str, str]) -> list[str]:

@@ -20,7 +20,7 @@ from bench.measure import MEASURES, Figure, Measure
 from bench.profile import Profile
 from bench.queues import Queues
 from bench.race import Result, opened
-from bench.table import row
+from bench.table import regression, row
 from tests.conftest import eventually
 from tests.support.brokers import Broker
 
@@ -155,3 +155,40 @@ def test_a_ratio_is_of_neighbours_and_a_failed_round_has_none() -> None:
     }
     shown = row(Result(measure, figure, rounds), list(rounds), "aio-pika")
     assert shown == "| drain, /s | 280 | 55 | - | 3.00 | ≥ 2 ✓ |"
+
+
+@pytest.mark.parametrize(
+    ("figure", "ours", "told"),
+    [
+        (Figure("rate", "drained", "/s", 3.0, more_is_better=True), 200.0, None),
+        (
+            Figure("rate", "drained", "/s", 3.0, more_is_better=True),
+            199.0,
+            "drain (drained): its ratio to aio-pika is 1.99; wanted ≥ 2",
+        ),
+        (Figure("time", "start", "ms", 2.0), 300.0, None),
+        (
+            Figure("time", "start", "ms", 2.0),
+            301.0,
+            "drain (start): its ratio to aio-pika is 3.01; wanted ≤ 3",
+        ),
+        (Figure("p50", "over", "ms", 5.0, is_absolute=True), 7.5, None),
+        (
+            Figure("p50", "over", "ms", 5.0, is_absolute=True),
+            8.0,
+            "drain (over): it is 8; wanted ≤ 7.5 ms",
+        ),
+        (
+            Figure("time", "start", "ms", 2.0),
+            None,
+            "drain (start): its ratio to aio-pika was not measured; wanted ≤ 3",
+        ),
+        (Figure("cpu", "its CPU", "µs"), 9999.0, None),
+    ],
+)
+def test_a_check_tells_of_what_is_far_from_its_goal_and_of_nothing_else(
+    figure: Figure, ours: float | None, told: str | None
+) -> None:
+    measure = Measure("drain", "drain", (figure,), (1, 1, 1))
+    result = Result(measure, figure, {OURS: [ours], "aio-pika": [100.0]})
+    assert regression(result, "aio-pika", 1.5) == told
