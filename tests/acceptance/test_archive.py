@@ -126,7 +126,7 @@ def test_a_discard_tells_count_and_kinds_and_takes_nothing_that_came_after_the_q
         os.write(terminal, b"y\n")
         out, err = command.communicate(timeout=60)
     assert (command.returncode, out) == (0, b"3 discarded\n")
-    assert b"3 of 5 parked for a lot/of.letters discarded" in err
+    assert b"3 of 5 parked for 'a lot/of.letters' discarded" in err
     assert ids(cli) == ["d", "a"]
 
 
@@ -184,7 +184,7 @@ def test_export_discard_import_on_the_command_line(cli: Run, lot: Lot, tmp_path:
     before = cli("parked", "list", QUEUE, "--json").lines
     out = cli("parked", "export", QUEUE, "kept.jsonl")
     assert (out.code, out.out) == (0, "")
-    assert "24 of 24 parked for a lot/of.letters exported" in out.err
+    assert "24 of 24 parked for 'a lot/of.letters' exported" in out.err
     assert ids(cli) == [*names, "binary"]
     assert (tmp_path / "kept.jsonl").stat().st_mode & 0o077 == 0
     assert [one.name for one in tmp_path.iterdir()] == ["kept.jsonl"]
