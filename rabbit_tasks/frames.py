@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from aiormq.abc import DeliveredMessage
 from aiormq.connection import SSLContextProvider, TransportFactory
@@ -174,8 +174,7 @@ class _Cutter(asyncio.StreamReaderProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # (uvloop's is one in all but its class)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._held is not None:
