@@ -601,28 +601,20 @@ class _Run:
         await declare.declare(self._consuming, Topology((), exchanges, ()))
 
     async def _bind(self, queue: str, one: Bound) -> None:
-        async with Questions(self._consuming) as questions:
-            await questions.ask(
-                queue,
-                lambda channel: _answered(
-                    channel.queue_bind(
-                        queue, one.exchange, routing_key=one.key, arguments=one.arguments,
-                        timeout=RPC_TIMEOUT,
-                    )
-                ),
-            )  # fmt: skip
+        await self._change(queue, one, Channel.queue_bind)
 
     async def _unbind(self, queue: str, one: Bound) -> None:
-        async with Questions(self._consuming) as questions:
-            await questions.ask(
-                queue,
-                lambda channel: _answered(
-                    channel.queue_unbind(
-                        queue, one.exchange, routing_key=one.key, arguments=one.arguments,
-                        timeout=RPC_TIMEOUT,
-                    )
-                ),
+        await self._change(queue, one, Channel.queue_unbind)
+
+    async def _change(self, queue: str, one: Bound, how: Callable[..., Awaitable[object]]) -> None:
+        async def change(channel: Channel) -> None:
+            await how(
+                channel, queue, one.exchange, routing_key=one.key, arguments=one.arguments,
+                timeout=RPC_TIMEOUT,
             )  # fmt: skip
+
+        async with Questions(self._consuming) as questions:
+            await questions.ask(queue, change)
 
 
 async def _consume(channel: Channel, queue: str) -> None:
@@ -630,10 +622,6 @@ async def _consume(channel: Channel, queue: str) -> None:
 
 
 async def _nothing(_: object) -> None: ...
-
-
-async def _answered(call: Awaitable[object]) -> None:
-    await call
 
 
 @asynccontextmanager
