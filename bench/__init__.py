@@ -5,6 +5,7 @@ python -m bench quick                           every measure in under three min
 python -m bench check                           exit 1 where one is far from its goal, and which
 python -m bench drain-64 latency --rounds 9     some of them
 python -m bench --against aiormq,celery         beside whom; peers: pip install '.[bench]'
+python -m bench growth --most 1000000           what a message costs beside many others, or large ones
 python -m bench profile drain-64                where the CPU time of rabbit_tasks goes
 
 The broker is that of RABBIT_TASKS_URL. Queues are of the run's own, named bench.<run>.…, and removed in

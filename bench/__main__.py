@@ -13,7 +13,7 @@ from urllib.parse import quote
 import typer
 
 from bench import __doc__ as usage
-from bench import table
+from bench import growth, table
 from bench.contenders import OURS, PEERS, RAW
 from bench.lane import Failed
 from bench.machine import load, machine
@@ -37,7 +37,9 @@ FUNCTIONS = 40
 def main(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[quick | check | profile MEASURE | MEASURE…]", show_default=False),
+        typer.Argument(
+            metavar="[quick | check | growth | profile MEASURE | MEASURE…]", show_default=False
+        ),
     ] = None,
     against: Annotated[
         str, typer.Option(metavar="NAME,…", help=f"{', '.join((*RAW, *PEERS))}.")
@@ -45,6 +47,9 @@ def main(
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Of every measure: 5, or 3 where it is quick.")
     ] = None,
+    most: Annotated[
+        int, typer.Option(min=10, help="Of growth: messages that are queued in the end.")
+    ] = 100_000,
     as_json: Annotated[
         bool, typer.Option("--json", help="Lines of JSON, with every round.")
     ] = False,
@@ -53,6 +58,9 @@ def main(
     first, *rest = words or [""]
     is_profile, is_check = first == "profile", first == "check"
     is_quick = is_check or first == "quick"
+    if words == ["growth"]:
+        show_growth(most)
+        return
     named = rest if is_profile or is_quick else words or []
     measures = [measure_of(name) for name in named] or list(MEASURES)
     if is_profile and (len(named) != 1 or named == ["start"]):
@@ -114,6 +122,22 @@ def judge(found: list[Result]) -> None:
     tell(f"every figure is within {SLACK:g} times its goal")
 
 
+def show_growth(most: int) -> None:
+    """What a message costs beside more of everything, a row as soon as it is there."""
+
+    async def rows() -> None:
+        async for row in growth.grown(Settings(), most):
+            show(growth.row(row))
+
+    tell(f"{machine()}; {load()}")
+    show(*growth.HEAD)
+    try:
+        asyncio.run(rows())
+    except RabbitTasksError as error:
+        tell(f"error: {error}")
+        raise typer.Exit(1) from None
+
+
 def show_profile(race: Race, measure: Measure, as_json: bool) -> None:
     """Libraries and functions by their share of the CPU time, of rabbit_tasks alone."""
     (lane,) = race.lanes
@@ -132,7 +156,9 @@ def measure_of(name: str) -> Measure:
     for measure in MEASURES:
         if measure.name == name:
             return measure
-    raise typer.BadParameter(f"{name} is none of quick, check, profile, {', '.join(_names())}")
+    raise typer.BadParameter(
+        f"{name} is none of quick, check, growth, profile, {', '.join(_names())}"
+    )
 
 
 def _names() -> list[str]:

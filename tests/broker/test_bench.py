@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import pytest
 
+from bench import growth
 from bench.contenders import OURS, RAW
 from bench.lane import Failed
 from bench.measure import MEASURES, Figure, Measure
@@ -21,6 +22,7 @@ from bench.profile import Profile
 from bench.queues import Queues
 from bench.race import Result, opened
 from bench.table import regression, row
+from rabbit_tasks import Settings
 from tests.conftest import eventually
 from tests.support.brokers import Broker
 
@@ -64,6 +66,24 @@ async def test_every_contender_is_measured_by_every_measure_and_leaves_nothing(
     assert sum(own for _, own, _ in libraries) == pytest.approx(1)
     assert sum(caused for _, _, caused in libraries) == pytest.approx(1)
     await eventually(lambda: left(broker, vhost) == [])
+
+
+async def test_growth_is_measured_at_every_size_and_leaves_nothing(
+    settings: Settings, vhost: str, broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, sizes in {
+        "QUEUED": (10,),
+        "CLASSES": (1, 2),
+        "HEADERS": (0, 3),
+        "BYTES": (1, 99),
+    }.items():
+        monkeypatch.setattr(growth, name, sizes)
+    monkeypatch.setattr(growth, "MESSAGES", 20)
+    rows = [row async for row in growth.grown(settings, 30)]
+    assert [list(row.cpu) for row in rows] == [[10, 30], [1, 2], [0, 3], [1, 99], [1, 99]]
+    assert all(cpu > 0 for row in rows for cpu in row.cpu.values())
+    assert all(growth.row(row).count("|") == growth.HEAD[0].count("|") for row in rows)
+    await eventually(lambda: left(broker, vhost) == ["parking-lot"])
 
 
 def bench(url: str, *words: str) -> subprocess.Popen[str]:
