@@ -9,12 +9,14 @@ from contextlib import asynccontextmanager
 
 from rabbit_tasks import App, Consumer, Message
 from tests.support.obedient import record
+from tests.support.unruly import ONCE_MORE
 
 
 class InThread(Consumer[bytes]):
     """Waits in a thread that asyncio itself waits for when it ends."""
 
     queue = "stalling.thread"
+    retry = ONCE_MORE
 
     async def handle(self, body: bytes, message: Message) -> None:
         record("start", message)

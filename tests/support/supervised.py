@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rabbit_tasks import App, Consumer, Message
 from tests.support.obedient import record
+from tests.support.unruly import ONCE_MORE
 
 print(f"imported in {os.getpid()}", flush=True)  # noqa: T201 (what is tested)
 
@@ -23,6 +24,7 @@ class Leaves(Consumer[str]):
     """Starts a process that starts another and ends before it."""
 
     queue = "supervised.leaves"
+    retry = ONCE_MORE
 
     async def handle(self, body: str, message: Message) -> None:
         child = await asyncio.create_subprocess_shell(f"{body} >/dev/null 2>&1 &")

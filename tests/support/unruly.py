@@ -12,8 +12,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
 
-from rabbit_tasks import App, Consumer, Message
+from rabbit_tasks import App, Consumer, Message, RetryPolicy
 from tests.support.obedient import record
+
+ONCE_MORE = RetryPolicy(attempts=2, base=timedelta(seconds=1), jitter=False)
+"""With one retry queue instead of a dozen, which cost the broker as much as the test."""
 
 
 class Open(Consumer[bytes]):
@@ -55,6 +58,7 @@ class Endless(Consumer[bytes]):
     """Keeps the interpreter to itself: no other thread of its process runs."""
 
     queue = "unruly.endless"
+    retry = ONCE_MORE
     isolation = "process"
 
     def handle(self, body: bytes, message: Message) -> None:
@@ -66,6 +70,7 @@ class Talks(Consumer[str]):
     """Prints, and may die of it."""
 
     queue = "unruly.talks"
+    retry = ONCE_MORE
     isolation = "process"
 
     def handle(self, body: str, message: Message) -> None:
@@ -80,6 +85,7 @@ class Forgets(Consumer[str]):
     """Is given a new process after every fifth message."""
 
     queue = "unruly.forgets"
+    retry = ONCE_MORE
     isolation = "process"
     concurrency = 2
     recycle_after = 5
@@ -93,6 +99,7 @@ class Blocks(Consumer[str]):
     """An async handler that forgot to await."""
 
     queue = "unruly.blocks"
+    retry = ONCE_MORE
 
     async def handle(self, body: str, message: Message) -> None:
         record("start", message)
@@ -104,6 +111,7 @@ class Long(Consumer[bytes]):
     """May take longer than the broker waits, if nobody has told it otherwise."""
 
     queue = "unruly.long"
+    retry = ONCE_MORE
     timeout = timedelta(minutes=45)
 
     async def handle(self, body: bytes, message: Message) -> None: ...
