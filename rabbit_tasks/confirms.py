@@ -79,7 +79,8 @@ class Lost(Exception):
 class Letter:
     """A message to be published.
 
-    properties  its property list, message_id that one of them, with its length, or nothing
+    properties  its property list, message_id that one of them, with its length, or nothing; None: where
+                one of many is returned, it need not be told which
     alone       it must have a channel of its own
     since       when its time began, by the loop's clock
     mark        by what it is known when it is returned: where it was to go, and its id
@@ -88,7 +89,7 @@ class Letter:
     __slots__ = ("alone", "body", "exchange", "head", "key", "mark", "properties", "since")
 
     def __init__(
-        self, exchange: str, key: str, properties: bytes, message_id: bytes, body: bytes,
+        self, exchange: str, key: str, properties: bytes, message_id: bytes | None, body: bytes,
         *, alone: bool = False,
     ) -> None:  # fmt: skip
         self.exchange = exchange
@@ -98,7 +99,7 @@ class Letter:
         self.alone = alone
         self.since = asyncio.get_running_loop().time()
         self.head = _head(exchange, key)
-        self.mark = self.head[6:-1] + message_id
+        self.mark = b"" if message_id is None else self.head[6:-1] + message_id
 
     @property
     def where(self) -> str:
@@ -230,7 +231,9 @@ class Confirms:
                 parts += [_frame(BODY, number, len(piece)), piece, _END]
         self._connection.write(b"".join(parts))
         self._tag += 1
-        self._sent[self._tag] = self._marks[letter.mark] = sent = Sent(letter, told)
+        self._sent[self._tag] = sent = Sent(letter, told)
+        if letter.mark:
+            self._marks[letter.mark] = sent
         due = letter.since + self._timeout
         if self._timer is None or due < self._due:
             self._look_at(due)
@@ -317,7 +320,8 @@ class Confirms:
     def _answer(self, tag: int, error: Exception | None) -> None:
         sent = self._sent.pop(tag, None)
         if sent is not None:
-            del self._marks[sent.letter.mark]
+            if sent.letter.mark:
+                del self._marks[sent.letter.mark]
             sent.answer(sent.error or error)
 
     def _content(self, kind: int, rest: bytes) -> bool:
@@ -342,7 +346,8 @@ class Confirms:
         """One was returned, and it cannot be told which: so of none may be told that it is stored."""
         cause = amqp.ChannelInvalidStateError("a message was returned that nobody knows")
         for sent in self._sent.values():
-            sent.error = sent.error or Lost(cause, over_another=False)
+            doubt = Lost(cause, over_another=False) if sent.letter.mark else Returned()
+            sent.error = sent.error or doubt
 
     def _closed(self, closing: asyncio.Future[object]) -> None:
         self._is_open = False

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any, Final
 
 FRAME_OVERHEAD: Final = 8
@@ -183,7 +184,9 @@ class Properties:
         kept = [e for e in self.table if e[0] not in taken and not without(_name(e[0]))]
         # Ours first: what follows a value of unknown length is never found again.
         fields["headers"] = _pack_table(ours + kept)
-        return Properties(fields)
+        copy = Properties(fields)
+        copy._table = ours + kept
+        return copy
 
     def without(self, *headers: str) -> Properties:
         """A copy without these headers, and without a table where that leaves none in it."""
@@ -192,7 +195,9 @@ class Properties:
         fields = {name: raw for name, raw in self._fields.items() if name != "headers"}
         if kept:
             fields["headers"] = _pack_table(kept)
-        return Properties(fields)
+        copy = Properties(fields)
+        copy._table = kept
+        return copy
 
     def by_name(self) -> Properties:
         """A copy with its headers sorted, as 3.10 sorts them when it adds one of its own."""
@@ -235,6 +240,7 @@ class Stencil:
         return b"".join((self._before, field, seconds.to_bytes(8, "big"), self._after)), field
 
 
+@lru_cache(4096)
 def _name(key: bytes) -> str:
     return key[1:].decode("utf-8", "backslashreplace")
 

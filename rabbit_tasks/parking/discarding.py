@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
-from aiormq.abc import DeliveredMessage
-
 from rabbit_tasks.broker import Connection
 from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.parking.look import Moved, taking
@@ -68,11 +66,11 @@ async def discard(
     """
     lot = ParkingQueue.of(queue)
     moved = Moved()
-    batch: list[tuple[DeliveredMessage, ParkedMessage]] = []
+    batch: list[tuple[int, ParkedMessage]] = []
     size = 0
 
     async def let_go() -> None:
-        acks = taken.ack_all([delivery for delivery, _ in batch])
+        acks = taken.ack_all([tag for tag, _ in batch])
         going = asyncio.create_task(acks)
         try:
             await asyncio.shield(going)
@@ -90,7 +88,7 @@ async def discard(
             )
         moved.there = taken.count
         began(taken.count)
-        async for delivery, message in taken:
+        async for tag, message in taken:
             if limit is not None and moved.chosen >= limit:
                 break
             if not choose(message):
@@ -99,7 +97,7 @@ async def discard(
             if dry_run:
                 told(message)
                 continue
-            batch.append((delivery, message))
+            batch.append((tag, message))
             size += len(message.body)
             if len(batch) == _TOGETHER or size > _BYTES_TOGETHER:
                 await let_go()

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from typing import Final
 
 import aiormq.exceptions as amqp
-from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
 from rabbit_tasks.broker import CLOSE_TIMEOUT, LOST, RPC_TIMEOUT, Connection, words
@@ -184,7 +183,7 @@ class LastTime:
         self._kept: dict[int, tuple[int, int, int]] = {}
         """By delivery tag: where it begins in the file, the sizes of its properties and its body."""
 
-    def keep(self, delivery: DeliveredMessage, message: ParkedMessage) -> None:
+    def keep(self, tag: int, message: ParkedMessage) -> None:
         """Told of every message that is read."""
         count = message.properties.header(DELIVERY_COUNT)
         if not isinstance(count, int):
@@ -195,7 +194,7 @@ class LastTime:
             at = self._file.seek(0, os.SEEK_END)
             self._file.write(properties)
             self._file.write(message.body)
-            self._kept[delivery.delivery_tag or 0] = (at, len(properties), len(message.body))
+            self._kept[tag] = (at, len(properties), len(message.body))
 
     def drop(self, tags: Iterable[int]) -> None:
         """Told of all that are acked."""

@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from typing import Final
 
 import aiormq.exceptions as amqp
-from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 from pamqp.commands import Basic
 from pamqp.frame import marshal
@@ -46,13 +45,13 @@ from rabbit_tasks.broker import (
     is_cancelled,
     words,
 )
+from rabbit_tasks.deliveries import Deliveries
 from rabbit_tasks.errors import ParkingError
-from rabbit_tasks.frames import properties_of
 from rabbit_tasks.message import DELIVERY_COUNT
-from rabbit_tasks.parking.conveyor import acks_of, written
 from rabbit_tasks.parking.foreign import LastTime, Terms, no_queue, terms_of
 from rabbit_tasks.parking.parked import ParkedMessage
 from rabbit_tasks.parking.queue import ParkingQueue
+from rabbit_tasks.properties import Properties
 from rabbit_tasks.text import quoted
 
 QUIET: Final = 1.0
@@ -65,6 +64,8 @@ AHEAD: Final = 4 * 2**20
 _APIECE: Final = 4_096
 _FEW: Final = 500
 """Messages up to which an answer may come behind all of them."""
+_LATER: Final = b"99."
+"""How the tags begin of consumers that come behind those who take all."""
 _WINDOW: Final = 65_535
 _WINDOWS: Final = 30
 
@@ -123,61 +124,69 @@ class Taken:
         self._terms = terms
         self._last = LastTime(queue, terms.limit) if terms.limit else None
         self._channel: Channel | None = None
+        self._wire: Deliveries | None = None
         self._tags: list[str] = []
-        self._deliveries: deque[DeliveredMessage] = deque()
+        self._arrived: deque[tuple[int, bytes, bytes]] = deque()
+        """Delivery tag, properties and body of what is not read yet."""
         self._news = asyncio.Event()
         self._came = 0
         self._bytes_came = 0
         self._bytes_here = 0
         self._read = 0
         self._acks = 0
+        self._acked_up_to = 0
+        """Every delivery up to this tag was."""
         self._asked_acks = 0
         self._settled_acks = 0
         self._is_reading_on = False
         self._is_ended = False
         self._is_cancelled = False
 
-    def __aiter__(self) -> AsyncIterator[tuple[DeliveredMessage, ParkedMessage]]:
+    def __aiter__(self) -> AsyncIterator[tuple[int, ParkedMessage]]:
         return self._messages()
 
-    async def _messages(self) -> AsyncIterator[tuple[DeliveredMessage, ParkedMessage]]:
-        while (delivery := await self._next()) is not None:
-            message = ParkedMessage(self._read, delivery.body, properties_of(delivery))
+    async def _messages(self) -> AsyncIterator[tuple[int, ParkedMessage]]:
+        """What was taken, by its delivery tag."""
+        while self._read < self.count:
+            if not self._arrived or self._is_gone:
+                if not await self._more():
+                    return
+                continue
+            tag, raw, body = self._take()
+            message = ParkedMessage(self._read, body, Properties.decode(raw))
             count = message.properties.header(DELIVERY_COUNT)
             if isinstance(count, int):
                 self.delivery_count = max(self.delivery_count, count)
             if self._last is not None:
-                self._last.keep(delivery, message)
-            yield delivery, message
+                self._last.keep(tag, message)
+            yield tag, message
 
-    async def _next(self) -> DeliveredMessage | None:
-        """The next one, or None when we have all that were there at the start."""
+    async def _more(self) -> bool:
+        """Wait for what is to be read next; False when somebody else took it."""
         deadline = asyncio.get_running_loop().time() + PATIENCE
         with _explained(self._connection, self._queue):
-            while self._read < self.count:
+            while True:
                 if self._channel is None:
                     await self._consume()
                 await self._see_held()
-                if self._deliveries:
-                    return self._take()
-                if await self._told(QUIET):
-                    continue
+                if self._arrived or await self._told(QUIET):
+                    return True
                 if asyncio.get_running_loop().time() < deadline:
                     continue  # a large body may be on its way
                 ready, _ = await self._asking.state()
                 if ready == 0:
-                    return None  # somebody else took the others
+                    return False
                 raise ParkingError(
-                    f"{quoted(self._queue)}: {ready} messages are there, and the broker has delivered "
+                    f"{self._queue}: {ready} messages are there, and the broker has delivered "
                     f"none for {PATIENCE:g} s; who else consumes: rabbitmqctl list_consumers "
                     f"-p {shlex.quote(self._connection.vhost)}"
                 )
-        return None
 
     async def _consume(self) -> None:
         """Take all of it at once, before a look that is killed could leave a part untaken."""
         self._channel = channel = await self._connection.open()
         channel.on_consumer_cancel_callbacks.add(self._on_cancel)
+        self._wire = Deliveries(self._connection, channel, self._on_delivery)
         window = min(self._all, _WINDOW)
         await channel.basic_qos(prefetch_count=window, timeout=RPC_TIMEOUT)
         count = -(-self._all // window)
@@ -185,37 +194,54 @@ class Taken:
         self._tags = [f"{number:02}.{uuid.uuid4().hex}" for number in range(count)]
         if count == 1:
             await channel.basic_consume(
-                self._queue, self._on_message, consumer_tag=self._tags[0], timeout=RPC_TIMEOUT
+                self._queue, _unread, consumer_tag=self._tags[0], timeout=RPC_TIMEOUT
             )
             return
         # In one write, and without an answer to wait for: or the broker would come to the second one
         # when it is through with what it gives to the first.
         frames = b""
         for tag in self._tags:
-            channel.consumers[tag] = self._on_message
+            channel.consumers[tag] = _unread
             consume = Basic.Consume(queue=self._queue, consumer_tag=tag, nowait=True)
             frames += marshal(consume, channel.number)
-        await written(channel, frames)
+        self._connection.write(frames)
 
-    async def _on_message(self, message: DeliveredMessage) -> None:
+    def _on_delivery(self, tag: int, _: bool, properties: bytes, body: bytes) -> None:
+        assert self._wire is not None
+        if self._wire.consumer.startswith(_LATER):
+            return  # goes back with the others
         self._came += 1
         if self._is_ended or self._came > self._all:
-            return  # goes back with the others
-        self._deliveries.append(message)
-        self._bytes_here += _size(message)
-        self._bytes_came += _size(message)
+            return  # so does it
+        self._arrived.append((tag, properties, body))
+        self._bytes_here += len(body) + _APIECE
+        self._bytes_came += len(body) + _APIECE
         self._hold()
         self._news.set()
         done, rest = divmod(self._came, _WINDOW)
-        if rest == 0 and done < len(self._tags) and self._channel is not None:
+        if rest == 0 and done < len(self._tags):
             # It has had its window, and must not get more for what is acked of it: that would come
             # back before what the later ones hold. What it holds, it keeps. (The last one stays, so
             # that others see that somebody is here.)
-            await self._channel.basic_cancel(self._tags[done - 1], nowait=True)
+            self._cancel(self._tags[done - 1])
+
+    def _cancel(self, tag: str) -> None:
+        if self._channel is not None:
+            self._channel.consumers.pop(tag, None)
+            cancel = Basic.Cancel(consumer_tag=tag, nowait=True)
+            self._connection.write(marshal(cancel, self._channel.number))
 
     def _on_cancel(self, _: object) -> None:
         self._is_cancelled = True
         self._news.set()
+
+    @property
+    def _is_gone(self) -> bool:
+        return (
+            self._is_cancelled
+            or self._asking.connection.is_lost
+            or (self._channel is not None and self._channel.is_closed)
+        )
 
     async def _see_held(self) -> None:
         """Raise where the broker has taken back what we hold: its consumer timeout, a deleted queue.
@@ -244,12 +270,12 @@ class Taken:
             return False
         return True
 
-    def _take(self) -> DeliveredMessage:
-        delivery = self._deliveries.popleft()
-        self._bytes_here -= _size(delivery)
+    def _take(self) -> tuple[int, bytes, bytes]:
+        tag, properties, body = self._arrived.popleft()
+        self._bytes_here -= len(body) + _APIECE
         self._read += 1
         self._hold()
-        return delivery
+        return tag, properties, body
 
     def _hold(self) -> None:
         """Stop reading from the socket while enough is here; go on when half of it is taken."""
@@ -258,20 +284,25 @@ class Taken:
         elif self._bytes_here >= AHEAD:
             self._connection.hold(held=True)
 
-    async def ack(self, delivery: DeliveredMessage) -> None:
+    async def ack(self, tag: int) -> None:
         """Let it go; ParkingError where it is no longer ours."""
-        await self.ack_all([delivery])
+        await self.ack_all([tag])
 
-    async def ack_all(self, deliveries: Sequence[DeliveredMessage]) -> None:
-        """Let these go, in one write."""
+    async def ack_all(self, tags: Sequence[int]) -> None:
+        """Let these go, in one write; they are in their order."""
         with _explained(self._connection, self._queue):
             await self._see_held()
-            if self._channel is not None:
-                tags = [delivery.delivery_tag or 0 for delivery in deliveries]
-                await written(self._channel, acks_of(self._channel, tags))
-                if self._last is not None:
-                    self._last.drop(tags)
-        self._acks += len(deliveries)
+            assert self._wire is not None
+            # One ack for all from the first on, as far as nothing in between is to stay: it is one
+            # command of a quorum queue then.
+            run = 0
+            while run < len(tags) and tags[run] == self._acked_up_to + 1:
+                self._acked_up_to += 1
+                run += 1
+            self._wire.ack_all(tags[run:], up_to=self._acked_up_to if run else 0)
+            if self._last is not None:
+                self._last.drop(tags)
+        self._acks += len(tags)
 
     async def arrived(self) -> None:
         """Wait until the broker has the acks. It answers none, but it reads a channel in order.
@@ -294,22 +325,23 @@ class Taken:
         """
         if self._acks == self._settled_acks or self._channel is None:
             return
-        acks, tag = self._acks, f"99.{uuid.uuid4().hex}"  # (behind the others, see _consume)
-        self._channel.consumers[tag] = _pass_by
+        acks, tag = self._acks, f"{_LATER.decode()}{uuid.uuid4().hex}"
+        self._channel.consumers[tag] = _unread
         with _explained(self._connection, self._queue):
             # What is parked meanwhile goes to the consumers that are there.
             consume = Basic.Consume(
                 queue=self._queue, consumer_tag=tag, nowait=True, arguments={"x-priority": -1}
             )
-            await written(self._channel, marshal(consume, self._channel.number))
+            self._connection.write(marshal(consume, self._channel.number))
             await self._come_to(self._channel)
-            await self._channel.basic_cancel(tag, nowait=True)
+            self._cancel(tag)
         await self._come_to(self._channel)
         self._settled_acks = self._asked_acks = acks
 
     async def _come_to(self, channel: Channel) -> None:
         """Wait until the broker has come to this point of the channel."""
         with _explained(self._connection, self._queue):
+            await self._connection.drained()  # (the library does not write behind us by itself)
             if self._is_much_on_its_way and self._asking.has_echo:
                 # A question's answer would come behind all of them.
                 await self._asking.hear(channel)
@@ -342,8 +374,8 @@ class Taken:
                 pass
 
         async def ack(tag: int) -> None:
-            if self._channel is not None:
-                await written(self._channel, acks_of(self._channel, [tag]))
+            if self._wire is not None:
+                self._wire.ack_all([tag])
             self._acks += 1
 
         await last.put_back(self._asking.connection, ack)
@@ -352,7 +384,7 @@ class Taken:
         with suppress(ParkingError):
             await self.settled()
         self._is_ended = True
-        self._deliveries.clear()
+        self._arrived.clear()
         self._hold()
         if self._terms.by_nack and self._channel is not None:
             with suppress(Exception):
@@ -475,12 +507,8 @@ class Asking:
             await self._channel.close(timeout=RPC_TIMEOUT)
 
 
-async def _pass_by(_: DeliveredMessage) -> None:
-    """One of those that go back with the others."""
-
-
-def _size(message: DeliveredMessage) -> int:
-    return len(message.body) + _APIECE
+async def _unread(_: object) -> None:
+    """What the library is told to call with deliveries, which it never sees."""
 
 
 @asynccontextmanager

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from typing import Final
 
 import aiormq.exceptions as amqp
-from aiormq.abc import DeliveredMessage
 
 from rabbit_tasks import history
 from rabbit_tasks.broker import RPC_TIMEOUT, Connection
@@ -23,7 +22,7 @@ from rabbit_tasks.parking.parked import Choose, ParkedMessage, identity
 from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.parking.staging import Resumed, Staging, explained, staging_queue
 from rabbit_tasks.properties import Properties
-from rabbit_tasks.publisher import ALONE_FROM, Publisher
+from rabbit_tasks.publisher import ALONE_FROM, Publisher, new_id
 from rabbit_tasks.text import quoted
 from rabbit_tasks.topology import replaying_queue
 
@@ -160,7 +159,7 @@ class Pace:
 class _Copy:
     """A message on its way."""
 
-    delivery: DeliveredMessage
+    tag: int
     message: ParkedMessage
     target: str
     digest: bytes
@@ -217,7 +216,7 @@ class _Replay:
         self.acked = 0
         until = time.monotonic() + HELD
         try:
-            async for delivery, message in taken:
+            async for tag, message in taken:
                 if self._is_enough:
                     break
                 if self._stop.is_set():
@@ -231,7 +230,7 @@ class _Replay:
                 if time.monotonic() > until:
                     await self._send_window(taken)
                     return False
-                await self._one(taken, delivery, message)
+                await self._one(taken, tag, message)
             await self._send_window(taken)
             await self._all_home()
         finally:
@@ -283,7 +282,7 @@ class _Replay:
         self.done.to[target] += 1
         self._told(message, target)
 
-    async def _one(self, taken: Taken, delivery: DeliveredMessage, message: ParkedMessage) -> None:
+    async def _one(self, taken: Taken, tag: int, message: ParkedMessage) -> None:
         if self._staging is None and not self.done.alone:
             await self._open()
         target = self._target(message)
@@ -293,14 +292,14 @@ class _Replay:
         copy = history.replayed(
             message.properties,
             when=datetime.now(UTC),
-            message_id=uuid.uuid4().hex,
+            message_id=new_id(),
             replay=replay,
             frame_max=self._connection.frame_max,
             edited=None if self._edited is None else message.body,
         )
         if self._limit is not None and len(self.done.copies) < 1_000:
             self.done.copies[replay] = message.fingerprint
-        one = _Copy(delivery, message, target, identity(message))
+        one = _Copy(tag, message, target, identity(message))
         if self._staging is None or self._goes_alone(message, copy):
             await self._send_window(taken)
             await self._all_home()
@@ -346,7 +345,7 @@ class _Replay:
         self._there.add(one.target)
         self._count(one.message, one.target)
         try:
-            await taken.ack(one.delivery)
+            await taken.ack(one.tag)
             await taken.arrived()
         except ParkingError as error:
             raise ParkingError(
@@ -376,7 +375,7 @@ class _Replay:
             return
 
         async def ack() -> None:
-            await taken.ack_all([one.delivery for one in window])
+            await taken.ack_all([one.tag for one in window])
             await taken.settled()
 
         with self.explained():

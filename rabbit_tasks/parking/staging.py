@@ -383,11 +383,11 @@ async def _resume(
             notes.append(tag)
     parked = Counter(window.digests if window else ())
     if parked or alone:
-        async for delivery, message in taken:
+        async for tag, message in taken:
             digest = identity(message)
             if parked[digest]:
                 parked[digest] -= 1
-                await taken.ack(delivery)
+                await taken.ack(tag)
             elif digest in alone:
                 alone.discard(digest)
                 resumed.maybe_twice.append(message.id)
@@ -421,7 +421,9 @@ async def _all(connection: Connection, channel: Channel, name: str) -> list[Deli
     deadline = loop.time() + PATIENCE
     while await _consumers(connection, name):
         if loop.time() > deadline:
-            raise ParkingError(f"{quoted(name)}: somebody else replays; try again when they are done")
+            raise ParkingError(
+                f"{quoted(name)}: somebody else replays; try again when they are done"
+            )
         await asyncio.sleep(0.05)
     there = await left(connection, name) or 0
     found: list[DeliveredMessage] = []
@@ -439,7 +441,9 @@ async def _all(connection: Connection, channel: Channel, name: str) -> list[Deli
             async with asyncio.timeout(PATIENCE):
                 await news.wait()
         except TimeoutError:
-            raise ParkingError(f"{quoted(name)}: the broker delivers none of {there} messages") from None
+            raise ParkingError(
+                f"{quoted(name)}: the broker delivers none of {there} messages"
+            ) from None
     return found
 
 

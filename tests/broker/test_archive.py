@@ -10,7 +10,6 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
-from aiormq.abc import DeliveredMessage
 
 from rabbit_tasks import App, Consumer, Message, Publisher, Settings, parking
 from rabbit_tasks.broker import Connection
@@ -244,8 +243,8 @@ async def test_a_discard_ended_in_an_ack_has_told_of_all_that_are_gone(
     acked = asyncio.Event()
     really = Taken.ack_all
 
-    async def ack_all(self: Taken, deliveries: Sequence[DeliveredMessage]) -> None:
-        await really(self, deliveries)
+    async def ack_all(self: Taken, tags: Sequence[int]) -> None:
+        await really(self, tags)
         if told:  # it is the second write
             acked.set()
             await asyncio.sleep(0.1)

@@ -425,9 +425,10 @@ async def test_a_channel_closed_under_a_look_is_an_error_and_no_endless_wait(
     async def waiting() -> None:
         async with look.taking(connection, "lot") as taken:
             taken.count = 60  # it waits for more
-            async for delivery, _ in taken:
-                if not delivery.channel.is_closed:
-                    await delivery.channel.close()
+            async for _ in taken:
+                channel = taken._channel  # noqa: SLF001
+                if channel is not None and not channel.is_closed:
+                    await channel.close()
 
     with pytest.raises(ParkingError, match="the channel was closed"):
         await asyncio.wait_for(waiting(), 30)
