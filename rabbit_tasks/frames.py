@@ -174,7 +174,7 @@ class _Cutter(asyncio.StreamReaderProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.transport = cast(asyncio.Transport, transport)  # (uvloop's is one in all but its class)
+        self.transport = cast(asyncio.Transport, transport)  # (uvloop's is one but by class)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._held is not None:

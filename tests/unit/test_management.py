@@ -229,7 +229,9 @@ async def test_https_trusts_whom_the_settings_trust(tmp_path: Path) -> None:
     with api(tls=context) as server:
         where = f"https://localhost:{server.port}"
         assert await of(where, tls_ca=ours).get("x") == []
-        with pytest.raises(ManagementError, match=r"a certificate we do not trust: unable .*TLS_CA"):
+        with pytest.raises(
+            ManagementError, match=r"a certificate we do not trust: unable .*TLS_CA"
+        ):
             await of(where, tls_ca=theirs).get("x")
         other = f"https://127.0.0.1:{server.port}"
         with pytest.raises(ManagementError, match=r"we do not trust: .*TLS_CHECK_HOST"):
