@@ -397,9 +397,8 @@ async def test_a_publish_may_be_cancelled_at_any_point(
             for to in ("q", "nowhere")
         ]
         publishing = asyncio.create_task(publisher.publish("q", "cancelled", message_id="id"))
-        for _ in range(point):
+        for _ in range(point * point):  # turns of the event loop
             await asyncio.sleep(0)
-        await asyncio.sleep(0.0005 * point)
         was_done = publishing.done()
         publishing.cancel()
         stored, returned = await asyncio.gather(*others, return_exceptions=True)
@@ -409,7 +408,7 @@ async def test_a_publish_may_be_cancelled_at_any_point(
             assert await publisher.publish("q", "after", message_id="id") == "id"
         await publisher.close()
         point += 1
-    assert point > 3
+    assert point >= 3
 
 
 async def test_publish_many_over_a_connection_that_is_cut_knows_how_many_were_confirmed(
