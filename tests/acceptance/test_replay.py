@@ -135,7 +135,7 @@ def process(url: str, *arguments: str, **more: Any) -> subprocess.Popen[str]:
         (["--id", "a", "--id", "b", "--edit"], "exactly one --id"),
         (["--id", "a", "--edit", "--dry-run"], "exactly one --id"),
         (["--rate", "50/s"], "which? Say --id"),
-        (["--all", "--to", ""], "0 bytes"),
+        (["--all", "--to", ""], "its value is empty"),
         (["--all", "--into", "a\nb"], "in a name"),
     ],
 )
