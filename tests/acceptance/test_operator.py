@@ -142,7 +142,7 @@ def test_an_empty_value_is_wrong_usage(arguments: tuple[str, ...], cli: Run) -> 
     assert "empty" in refused.err
 
 
-def test_importing_nothing_is_exit_0_with_words(cli: Run) -> None:
+def test_importing_nothing_is_exit_0_with_words(cli: Run, declared: None) -> None:
     done = cli("parked", "import", "letters", stdin=b"")
     assert done.code == 0
     assert done.err.strip()
