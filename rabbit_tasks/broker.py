@@ -134,6 +134,13 @@ class Connection(aio_pika.Connection):
         return self._amqp.connection_tune.channel_max or 65_535
 
     @property
+    def settles_its_own(self) -> bool:
+        """Whether the broker knows, of a dead letter that it has put into the very queue it came from,
+        that it is there (4.0 and 4.3; not 3.10)."""
+        major = self.server_version.partition(".")[0]
+        return not major.isdecimal() or int(major) >= 4
+
+    @property
     def server_version(self) -> str:
         return str(self._amqp.server_properties.get("version", "?"))
 

@@ -303,6 +303,8 @@ async def test_a_target_that_takes_no_more_ends_the_replay_and_nothing_is_lost(
     publisher: Publisher,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if broker.version.startswith("3."):
+        pytest.skip("3.10 does not tell: the copies wait (staging.py)")
     full = {"pattern": "^lot$", "definition": {"max-length": 60}, "apply-to": "queues"}
     monkeypatch.setattr(replaying, "WINDOW", 50)
     monkeypatch.setattr(staging, "HOME", 2.0)
