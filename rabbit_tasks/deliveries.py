@@ -55,6 +55,9 @@ class Deliveries:
         self._open: dict[int, None] | None = {} if together else None
         """Tags of what is not answered, in their order; where that matters."""
         self._acked: set[int] = set()
+        self._kept: list[tuple[bytes, int]] | None = None
+        self.unanswered = 0
+        """Deliveries that the broker waits for an answer to."""
         connection.tap(channel, self._frame)
 
     def _frame(self, kind: int, payload: bytes) -> bool:
@@ -79,6 +82,7 @@ class Deliveries:
             body = parts[0] if len(parts) == 1 else b"".join(parts)
             if self._open is not None:
                 self._open[self._tag] = None
+            self.unanswered += 1
             self._on_delivery(self._tag, self._redelivered, self._properties, body)
         return True
 
@@ -86,6 +90,18 @@ class Deliveries:
     def is_open(self) -> bool:
         """Whether an answer still goes out."""
         return self._connection.is_writable and not self._channel.is_closed
+
+    def keep(self) -> None:
+        """Write no answers for now: so that nothing more is delivered, once enough is here."""
+        self._kept = []
+
+    def go_on(self) -> None:
+        """Write what was kept, and what comes."""
+        kept, self._kept = self._kept or [], None
+        if self.is_open:
+            for method, tag in kept:
+                self._answer(method, tag)
+            self._ack_together()
 
     def ack(self, tag: int) -> None:
         """The broker forgets it. What aiormq raises, where the channel is closed."""
@@ -98,8 +114,10 @@ class Deliveries:
         self._acked.add(tag)
 
     def _ack_together(self) -> None:
-        assert self._open is not None
+        if self._open is None or self._kept is not None or not self._acked:
+            return
         acked, self._acked = self._acked, set()
+        self.unanswered -= len(acked)
         up_to = 0
         for tag in self._open:
             if tag not in acked:
@@ -131,5 +149,9 @@ class Deliveries:
 
     def _answer(self, method: bytes, tag: int) -> None:
         self._check()
+        if self._kept is not None:
+            self._kept.append((method, tag))
+            return
+        self.unanswered -= 1
         # (The bit behind the tag: not several; not back into the queue.)
         self._connection.write(self._head + method + tag.to_bytes(8, "big") + b"\0\xce")

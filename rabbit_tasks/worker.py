@@ -76,6 +76,8 @@ LONGEST_PAUSE: Final = 5.0
 """Seconds between two tries to consume from a queue, on a connection that lives."""
 HEALTHY: Final = 30.0
 """Seconds after which a session counts as a success, and the pauses begin small again."""
+LULL: Final = 0.2
+"""Seconds without a delivery, after which a queue is taken for an empty one when we stop."""
 MOMENT: Final = 0.5
 """Seconds after the order to stop for what has not begun to consume."""
 SOONEST: Final = 2.0
@@ -467,11 +469,14 @@ class Worker:
                 if pump.done() and not ended.done():
                     pump.result()  # none ends by itself: a fault of ours, for the session to raise
             if not ended.done():
-                await self._leave(channel, tag, deliveries, handling, pumps, ended)
+                if self._stop.is_set():
+                    await _fill(arriving, slots * kind.prefetch, ended)
+                await self._leave(channel, tag, arriving, deliveries, handling, pumps, ended)
             # (Told only where we do not stop: the slot has ended over an ack that nobody took.)
             return ended.result() if ended.done() else "an ack was not taken"
         finally:
             stopping.cancel()
+            arriving.go_on()
             self._lose(pumps, deliveries, handling)
             if not channel.is_closed:
                 with suppress(Exception):
@@ -481,6 +486,7 @@ class Worker:
         self,
         channel: Channel,
         tag: str,
+        arriving: Deliveries,
         deliveries: asyncio.Queue[Delivery | None],
         handling: Handling,
         pumps: list[asyncio.Task[None]],
@@ -493,6 +499,7 @@ class Worker:
         """
         with suppress(TimeoutError, *LOST):
             await channel.basic_cancel(tag, timeout=self._left(CLOSE_TIMEOUT))
+        arriving.go_on()
         if self._stop.is_set():  # (or else a pump has ended over a loss: the broker has them again)
             await asyncio.gather(*map(handling.put_back, _emptied(deliveries)))
         for _ in pumps:
@@ -639,6 +646,19 @@ def _explained(text: str, but: BaseException | None = None) -> Iterator[None]:
 def _channels(kind: type[Consumer[Any]]) -> int:
     """Of all slots of a consumer: one each, or one for all where they hold more than they handle."""
     return kind.concurrency if kind.prefetch == 1 else 1
+
+
+async def _fill(arriving: Deliveries, most: int, ended: asyncio.Future[str]) -> None:
+    """Hold as much as the broker hands out, before it is told that we take no more.
+
+    What is on its way to a consumer when that is cancelled, the broker takes back, and counts as a
+    delivery that failed (3.10 to 4.3). Where all that may be held is here, nothing is on its way.
+    """
+    arriving.keep()
+    loop = asyncio.get_running_loop()
+    until = loop.time() + LULL
+    while arriving.unanswered < most and loop.time() < until and not ended.done():
+        await asyncio.sleep(LULL / 20)
 
 
 def _emptied(deliveries: asyncio.Queue[Delivery | None]) -> Iterator[Delivery]:

@@ -225,3 +225,35 @@ async def test_what_is_settled_is_not_told_to_be_delivered_again_where_the_broke
         worker.stop()
         await asyncio.wait_for(task, 30)
     assert "neither settled nor put back" not in caplog.text
+
+
+@pytest.mark.parametrize("held", [1, 4])
+async def test_workers_that_stop_in_the_midst_of_a_full_queue_cost_no_message_a_delivery(
+    held: int, settings: Settings, publisher: Publisher, declared: Declared
+) -> None:
+    """What is on its way to a consumer when that is cancelled would come again, as after a death."""
+    handled: list[bool] = []
+
+    class Quick(Consumer[int]):
+        queue = "quick"
+        concurrency = 16
+        prefetch = held
+        retry = RetryPolicy(attempts=1)
+
+        async def handle(self, body: int, message: Message) -> None:
+            handled.append(message.redelivered)
+
+    app = App("quick", [Quick()])
+    await declared(app)
+    await publisher.publish_many(Quick, range(3000))
+    for _ in range(3):
+        before = len(handled)
+        running = Running(app, settings)
+        await eventually(lambda n=before: len(handled) > n + 200)  # type: ignore[misc]
+        await running.end()
+    assert len(handled) < 3000, "it was not stopped in the midst"
+    running = Running(app, settings)
+    await eventually(lambda: len(handled) >= 3000, within=30)
+    await running.end()
+    assert len(handled) == 3000
+    assert not any(handled)
