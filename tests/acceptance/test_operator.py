@@ -19,6 +19,7 @@ from rabbit_tasks.broker import connected
 from rabbit_tasks.cli.parked.options import parked
 from rabbit_tasks.declare import declare
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.text import quoted
 from rabbit_tasks.topology import topology_of
 from tests.support.brokers import ROOT, Broker
 from tests.support.commands import Result, Run
@@ -228,7 +229,7 @@ def test_a_queues_name_goes_through_every_command(
     assert [one["id"] for one in well("parked", "list", "--json", "--", name).lines] == ids
     done = well("doctor", "--json")
     parked_row = next(row for row in done.lines if row["about"] == "parked")
-    assert parked_row["says"].startswith(f"{name}: 3 messages")
+    assert parked_row["says"].startswith(f"{quoted(name)}: 3 messages")
     well("parked", "replay", "--all", "--dry-run", "--", name)
     well("parked", "replay", "--all", "--", name)
     assert len(ids_in(settings, name)) == 3

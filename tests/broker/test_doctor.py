@@ -289,7 +289,10 @@ async def test_an_operators_policy_that_loses_messages_is_a_fault(
     await eventually(lambda: broker.api("GET", f"/operator-policies/{quote(vhost, safe='')}"))
     rows = await rows_of(seeing)
     found = [row for row in rows if row.about == "policies"]
-    assert {row.state for row in found} == {"fault"}
+    # (On the queue that replays go through it loses nothing: there may be two of a message.)
+    assert {(".replaying" in row.says, row.state) for row in found} == {
+        (False, "fault"), (True, "warning"),
+    }  # fmt: skip
     assert any("parked messages are lost after 1m" in row.says for row in found)
     for row in found:
         assert f"rabbitmqctl clear_operator_policy -p {vhost} short" in row.remedy
