@@ -55,6 +55,7 @@ class Deliveries:
         self._open: dict[int, None] | None = {} if together else None
         """Tags of what is not answered, in their order; where that matters."""
         self._acked: set[int] = set()
+        self._is_over = False
         self._kept: list[tuple[bytes, int]] | None = None
         self.unanswered = 0
         """Deliveries that the broker waits for an answer to."""
@@ -89,7 +90,11 @@ class Deliveries:
     @property
     def is_open(self) -> bool:
         """Whether an answer still goes out."""
-        return self._connection.is_writable and not self._channel.is_closed
+        return not self._is_over and self._connection.is_writable and not self._channel.is_closed
+
+    def end(self) -> None:
+        """The broker has them again: no answer is to go out any more."""
+        self._is_over = True
 
     def keep(self) -> None:
         """Write no answers for now: so that nothing more is delivered, once enough is here."""

@@ -436,6 +436,7 @@ class Worker:
         arriving = Deliveries(connection, channel, on_delivery, together=slots * kind.prefetch > 1)
 
         def end(why: str) -> None:
+            arriving.end()
             if not ended.done():
                 ended.set_result(why)
 
