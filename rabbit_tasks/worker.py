@@ -653,7 +653,7 @@ async def _fill(arriving: Deliveries, most: int, ended: asyncio.Future[str]) -> 
     """Hold as much as the broker hands out, before it is told that we take no more.
 
     What is on its way to a consumer when that is cancelled, the broker takes back, and counts as a
-    delivery that failed (3.10 to 4.3). Where all that may be held is here, nothing is on its way.
+    delivery that failed (seen with 4.3.6). Where all that may be held is here, nothing is on its way.
     """
     arriving.keep()
     loop = asyncio.get_running_loop()
