@@ -17,6 +17,7 @@ from rabbit_tasks.broker import Connection
 from rabbit_tasks.frames import BODY, HEADER, METHOD
 
 _DELIVER: Final = b"\x00\x3c\x00\x3c"
+_CLOSE: Final = b"\x00\x14\x00\x28"
 _ACK: Final = b"\x00\x3c\x00\x50"
 _REJECT: Final = b"\x00\x3c\x00\x5a"
 
@@ -69,6 +70,9 @@ class Deliveries:
                 self.consumer = payload[5:at]
                 self._tag = int.from_bytes(payload[at : at + 8], "big")
                 self._redelivered = payload[at + 8] & 1 == 1
+            elif payload[:4] == _CLOSE:
+                # When the library has answered, what comes on this number costs the connection.
+                self._is_over = True
             return self._is_delivery
         if not self._is_delivery:  # the message of a return, or of a get
             return False

@@ -205,7 +205,7 @@ class _Cutter(asyncio.StreamReaderProtocol):
         self._rest = data[at:]
         if fed:
             self._fed_at = self._time()
-        elif self._time() - self._fed_at > _STILL:
+        elif self._taps and self._time() - self._fed_at > _STILL:
             # The broker sends no heartbeats beside what it sends otherwise.
             self._beat()
 

@@ -467,7 +467,7 @@ class Worker:
             first: list[asyncio.Future[Any]] = [ended, stopping, *pumps]
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             for pump in pumps:
-                if pump.done() and not ended.done():
+                if pump.done() and not pump.cancelled() and not ended.done():
                     pump.result()  # none ends by itself: a fault of ours, for the session to raise
             if not ended.done():
                 if self._stop.is_set():
@@ -521,6 +521,7 @@ class Worker:
             deliveries.put_nowait(None)
             for delivery in self._in_hand.get(pump, ()):
                 handling.runs.orphan(delivery)
+            pump.add_done_callback(lambda ended: self._in_hand.pop(ended, None))
 
     async def _pump(self, deliveries: asyncio.Queue[Delivery | None], handling: Handling) -> None:
         """Process deliveries of a channel, one at a time."""
@@ -548,7 +549,6 @@ class Worker:
 
     def _pump_ended(self, pump: asyncio.Task[None]) -> None:
         self._pumps.discard(pump)
-        self._in_hand.pop(pump, None)
         if not pump.cancelled() and (error := pump.exception()) is not None:
             log.debug("a pump ended by %r", error)  # its slot raises it, or has left it behind
 

@@ -39,6 +39,8 @@ class Conveyor:
 
     def __init__(self, connection: Connection, confirms: Confirms, patience: float) -> None:
         self.channel: Channel = confirms.channel
+        self._is_lost = False
+        """Of something that was published nobody knows whether it is stored."""
         self.refusal: str | None = None
         self._connection = connection
         self._confirms = confirms
@@ -86,9 +88,14 @@ class Conveyor:
         await self._connection.drained()
 
     async def stored(self) -> bool:
-        """Wait until the broker has stored all that was published; False where it did not."""
+        """Wait until the broker has stored all that was published; False where it did not.
+
+        What aiormq raises where the channel was closed before it said so.
+        """
         await self._write()
         await self.until(lambda: not self._confirms.unanswered or self.refusal is not None)
+        if self._is_lost:
+            raise amqp.ChannelInvalidStateError("the channel was closed before the confirm")
         return self.refusal is None
 
     async def until(self, condition: Callable[[], bool], within: float | None = None) -> None:
@@ -126,7 +133,7 @@ class Conveyor:
 
     def _told(self, error: Exception | None) -> None:
         if isinstance(error, Rejected | Lost):
-            pass  # `until` says that the channel is closed
+            self._is_lost = True
         elif error is not None:
             self.refusal = _TOLD[type(error)]
         self._news.set()
