@@ -18,20 +18,24 @@ from aiormq.channel import Channel
 from pamqp import commands
 
 from rabbit_tasks.broker import CLOSE_TIMEOUT, RPC_TIMEOUT, Connection, words
-from rabbit_tasks.frames import BODY, HEADER, METHOD
+from rabbit_tasks.frames import (
+    ACK,
+    BASIC,
+    BODY,
+    CHANNEL_CLOSE,
+    HEADER,
+    METHOD,
+    NACK,
+    PUBLISH,
+    RETURN,
+)
 from rabbit_tasks.properties import FRAME_OVERHEAD, Properties
 
 Told = Callable[[Exception | None], None]
 """Called once with what became of a message: None, it is stored; Returned, Nacked, Late, Rejected or
 Lost."""
 
-_BASIC: Final = b"\x00\x3c"
-_PUBLISH: Final = _BASIC + b"\x00\x28"
-_RETURN: Final = _BASIC + b"\x00\x32"
-_ACK: Final = _BASIC + b"\x00\x50"
-_NACK: Final = _BASIC + b"\x00\x78"
-_CLOSE: Final = b"\x00\x14\x00\x28"
-_CONTENT: Final = _BASIC + b"\0\0"
+_CONTENT: Final = BASIC + b"\0\0"
 _REFUSALS: Final = (
     amqp.ChannelNotFoundEntity, amqp.ChannelAccessRefused, amqp.ChannelPreconditionFailed,
 )  # fmt: skip
@@ -120,7 +124,7 @@ def _head(exchange: str, key: str) -> bytes:
     if len(key.encode()) > 255:
         raise ValueError(f"a routing key of {len(key.encode())} bytes, AMQP takes 255")
     publish = commands.Basic.Publish(exchange=exchange, routing_key=key, mandatory=True)
-    return _PUBLISH + publish.marshal()
+    return PUBLISH + publish.marshal()
 
 
 class Sent:
@@ -294,16 +298,14 @@ class Confirms:
         if kind != METHOD:
             return self._returning is not None and self._content(kind, rest)
         what = rest[:4]
-        if what == _ACK:
+        if what == ACK:
             self._confirm(int.from_bytes(rest[4:12], "big"), rest[12] & 1, None)
-        elif what == _NACK:
+        elif what == NACK:
             self._confirm(int.from_bytes(rest[4:12], "big"), rest[12] & 1, Nacked())
-        elif what == _RETURN:
+        elif what == RETURN:
             self._returning = rest[7 + rest[6] : -1]
         else:
-            if what == _CLOSE:
-                # The broker takes nothing more on it; and when the library has answered, what comes
-                # on this number costs the connection.
+            if what == CHANNEL_CLOSE:
                 self._is_open = False
             return False
         return True

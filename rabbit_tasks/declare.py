@@ -319,8 +319,7 @@ class Questions:
         except TimeoutError:
             raise ConnectError(
                 f"{quoted(name)}: the broker did not answer within {RPC_TIMEOUT:g} s; it may lack a "
-                "majority "
-                "of its nodes: rabbitmq-diagnostics cluster_status"
+                "majority of its nodes: rabbitmq-diagnostics cluster_status"
             ) from None
         except LOST as error:
             if connection.is_lost:

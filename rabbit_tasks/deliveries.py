@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from typing import Final
 
 import aiormq.exceptions as amqp
 from aiormq.channel import Channel
 
 from rabbit_tasks.broker import Connection
-from rabbit_tasks.frames import BODY, HEADER, METHOD
-
-_DELIVER: Final = b"\x00\x3c\x00\x3c"
-_CLOSE: Final = b"\x00\x14\x00\x28"
-_ACK: Final = b"\x00\x3c\x00\x50"
-_REJECT: Final = b"\x00\x3c\x00\x5a"
+from rabbit_tasks.frames import ACK, BODY, CHANNEL_CLOSE, DELIVER, HEADER, METHOD, REJECT
 
 OnDelivery = Callable[[int, bool, bytes, bytes], None]
 """Called with a delivery's tag, whether it is a redelivery, its property list and its body."""
@@ -60,18 +54,18 @@ class Deliveries:
         self._kept: list[tuple[bytes, int]] | None = None
         self.unanswered = 0
         """Deliveries that the broker waits for an answer to."""
-        connection.tap(channel, self._frame)
+        connection.tap(channel, self.frame)
 
-    def _frame(self, kind: int, payload: bytes) -> bool:
+    def frame(self, kind: int, payload: bytes) -> bool:
+        """A frame of the channel; whether it was of a delivery."""
         if kind == METHOD:
-            self._is_delivery = payload[:4] == _DELIVER
+            self._is_delivery = payload[:4] == DELIVER
             if self._is_delivery:
                 at = 5 + payload[4]
                 self.consumer = payload[5:at]
                 self._tag = int.from_bytes(payload[at : at + 8], "big")
                 self._redelivered = payload[at + 8] & 1 == 1
-            elif payload[:4] == _CLOSE:
-                # When the library has answered, what comes on this number costs the connection.
+            elif payload[:4] == CHANNEL_CLOSE:
                 self._is_over = True
             return self._is_delivery
         if not self._is_delivery:  # the message of a return, or of a get
@@ -115,7 +109,7 @@ class Deliveries:
     def ack(self, tag: int) -> None:
         """The broker forgets it. What aiormq raises, where the channel is closed."""
         if self._open is None:
-            self._answer(_ACK, tag)
+            self._answer(ACK, tag)
             return
         self._check()
         if not self._acked:
@@ -140,7 +134,7 @@ class Deliveries:
     def ack_all(self, tags: Iterable[int], *, up_to: int = 0) -> None:
         """The same of many, and of every delivery up to one, in one write."""
         self._check()
-        head = self._head + _ACK
+        head = self._head + ACK
         frames = [head + tag.to_bytes(8, "big") + b"\0\xce" for tag in tags]
         if up_to:
             frames.append(head + up_to.to_bytes(8, "big") + b"\1\xce")
@@ -148,7 +142,7 @@ class Deliveries:
 
     def reject(self, tag: int) -> None:
         """The broker dead-letters it. Raises as `ack` does."""
-        self._answer(_REJECT, tag)
+        self._answer(REJECT, tag)
         if self._open is not None:
             self._open.pop(tag, None)
 
@@ -164,3 +158,7 @@ class Deliveries:
         self.unanswered -= 1
         # (The bit behind the tag: not several; not back into the queue.)
         self._connection.write(self._head + method + tag.to_bytes(8, "big") + b"\0\xce")
+
+
+async def unread(_: object) -> None:
+    """What the library is told to call with deliveries, of which it sees none."""

@@ -21,7 +21,6 @@ import logging
 import random
 import time
 import traceback
-import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -43,7 +42,7 @@ from rabbit_tasks.handler import Handler
 from rabbit_tasks.message import Message
 from rabbit_tasks.observer import Observer, Settled
 from rabbit_tasks.properties import Properties
-from rabbit_tasks.publisher import Publisher
+from rabbit_tasks.publisher import Publisher, new_id
 from rabbit_tasks.repeats import Repeats
 from rabbit_tasks.retry import (
     CRASH_DELAYS,
@@ -569,7 +568,8 @@ class Handling:
         self, delivery: Delivery, exchange: str, key: str, headers: dict[str, Any]
     ) -> bool:
         """False where its own headers leave no room for ours."""
-        once = partial(self._copy_once, delivery, exchange, key, headers, uuid.uuid4().hex)
+        # (What tries again is not built for nothing: that takes 35 µs, half of what a retry does.)
+        once = partial(self._copy_once, delivery, exchange, key, headers, new_id())
         try:
             return await once()
         except (PublishError, ConnectError) as error:
@@ -639,7 +639,7 @@ class Handling:
             async with asyncio.timeout(PUT_BACK_TIMEOUT):
                 copy = history.returned(
                     delivery.properties,
-                    message_id=uuid.uuid4().hex,
+                    message_id=new_id(),
                     frame_max=(await publisher.connect()).frame_max,
                 )
                 await publisher.send("", queue, delivery.body, copy)

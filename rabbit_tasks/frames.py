@@ -22,6 +22,17 @@ from rabbit_tasks.properties import Properties
 MADE_FOR: Final = "7.2"
 """The version of aiormq that this was made for: it reads and writes whole frames, and no parts."""
 METHOD, HEADER, BODY = 1, 2, 3
+BASIC: Final = b"\x00\x3c"
+"""The class of the methods about messages: a method begins with its class and its number."""
+PUBLISH: Final = BASIC + b"\x00\x28"
+RETURN: Final = BASIC + b"\x00\x32"
+DELIVER: Final = BASIC + b"\x00\x3c"
+ACK: Final = BASIC + b"\x00\x50"
+REJECT: Final = BASIC + b"\x00\x5a"
+NACK: Final = BASIC + b"\x00\x78"
+CHANNEL_CLOSE: Final = b"\x00\x14\x00\x28"
+"""Behind it the broker takes nothing more on the channel; and when the library has answered, what comes
+on its number costs the connection."""
 Tap = Callable[[int, bytes], bool]
 """Called with a frame's type and payload (and its end mark); whether the library is to miss it."""
 
@@ -35,7 +46,6 @@ _SIP: Final = 8.0
 _SIP_BYTES: Final = 5 * 2**18
 """Enough for the broker's writer to be told of room (Linux waits until a third of its buffer is free),
 beside the largest message so far."""
-_RETURN: Final = b"\x00\x3c\x00\x32"
 _TUNE: Final = b"\x00\x0a\x00\x1e"
 _CLOSE: Final = b"\x00\x0a\x00\x32"
 _BLOCKED: Final = b"\x00\x0a\x00\x3c"
@@ -233,7 +243,7 @@ class _Cutter(asyncio.StreamReaderProtocol):
 
     def _look_at(self, channel: bytes, method: bytes) -> None:
         kind = method[:4]
-        if kind == _RETURN:
+        if kind == RETURN:
             self._returned.add(channel)
         elif kind == _TUNE:
             # The library writes our own figure over it.

@@ -50,7 +50,7 @@ from rabbit_tasks.errors import (
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.management import Management
 from rabbit_tasks.plan import PRUNE
-from rabbit_tasks.publisher import Publisher
+from rabbit_tasks.publisher import Publisher, new_id
 from rabbit_tasks.settings import Settings
 from rabbit_tasks.stale import not_ours, stale_names
 from rabbit_tasks.text import quoted
@@ -327,7 +327,7 @@ async def _put_back(publisher: Publisher, watch: _Watch, message: DeliveredMessa
             async with Questions(connection) as questions:
                 await questions.ask(watch.name, partial(_make, watch=watch))
             properties = history.returned(
-                properties_of(message), message_id=uuid.uuid4().hex, frame_max=connection.frame_max
+                properties_of(message), message_id=new_id(), frame_max=connection.frame_max
             )
             await publisher.send("", watch.name, message.body, properties)
             return

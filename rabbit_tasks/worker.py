@@ -25,7 +25,6 @@ from typing import Any, Final, TypeVar
 
 import aiormq.exceptions as amqp
 import tenacity
-from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
 from rabbit_tasks import declare, timeouts
@@ -41,7 +40,7 @@ from rabbit_tasks.broker import (
 )
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.deadline import Deadline
-from rabbit_tasks.deliveries import Deliveries
+from rabbit_tasks.deliveries import Deliveries, unread
 from rabbit_tasks.delivery import (
     NO_CONFIRM,
     SHAKEN,
@@ -421,6 +420,7 @@ class Worker:
         """
         queue, kind = handling.kind.queue, handling.kind
         slots = kind.concurrency // _channels(kind)
+        most = slots * kind.prefetch
         channel = await connection.open()
         deliveries: asyncio.Queue[Delivery | None] = asyncio.Queue()
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -433,7 +433,7 @@ class Worker:
                 )
             )  # fmt: skip
 
-        arriving = Deliveries(connection, channel, on_delivery, together=slots * kind.prefetch > 1)
+        arriving = Deliveries(connection, channel, on_delivery, together=most > 1)
 
         def end(why: str) -> None:
             arriving.end()
@@ -455,8 +455,8 @@ class Worker:
         stopping = asyncio.create_task(self._stop.wait())
         tag = f"rabbit-tasks.{uuid.uuid4().hex}"
         try:
-            await channel.basic_qos(prefetch_count=slots * kind.prefetch, timeout=RPC_TIMEOUT)
-            await channel.basic_consume(queue, _taken, consumer_tag=tag, timeout=RPC_TIMEOUT)
+            await channel.basic_qos(prefetch_count=most, timeout=RPC_TIMEOUT)
+            await channel.basic_consume(queue, unread, consumer_tag=tag, timeout=RPC_TIMEOUT)
             if how_often := self._repeats.over(f"{queue}: not consuming"):
                 log.info(
                     "%s: consuming again, %s", queue, how_often, extra={"fields": {"queue": queue}}
@@ -471,7 +471,7 @@ class Worker:
                     pump.result()  # none ends by itself: a fault of ours, for the session to raise
             if not ended.done():
                 if self._stop.is_set():
-                    await _fill(arriving, slots * kind.prefetch, ended)
+                    await _fill(arriving, most, ended)
                 await self._leave(channel, tag, arriving, deliveries, handling, pumps, ended)
             # (Told only where we do not stop: the slot has ended over an ack that nobody took.)
             return ended.result() if ended.done() else "an ack was not taken"
@@ -666,10 +666,6 @@ def _emptied(deliveries: asyncio.Queue[Delivery | None]) -> Iterator[Delivery]:
     while not deliveries.empty():
         if (waiting := deliveries.get_nowait()) is not None:
             yield waiting
-
-
-async def _taken(_: DeliveredMessage) -> None:
-    """What the client library would call with a delivery. None comes as far as there."""
 
 
 async def _all_of(tasks: set[asyncio.Task[None]], within: float | None = None) -> None:

@@ -17,10 +17,9 @@ from pamqp import commands
 
 from rabbit_tasks.broker import RPC_TIMEOUT, Connection
 from rabbit_tasks.confirms import Confirms, Late, Letter, Lost, Nacked, Rejected, Returned
-from rabbit_tasks.frames import HEADER, METHOD
+from rabbit_tasks.deliveries import Deliveries
 from rabbit_tasks.properties import Properties
 
-_DELIVER: Final = b"\x00\x3c\x00\x3c"
 _TOGETHER: Final = 65_536
 """Bytes of bodies that are written at once. (What a replay that ends has not written, nobody need
 remove.)"""
@@ -34,10 +33,17 @@ _TOLD: Final = {
 class Conveyor:
     """Publishes to one exchange and waits for the confirms; takes deliveries of one queue.
 
-    refusal     why the broker did not store one of what was published; None as long as it stored all
+    on_delivery     called with each delivery's tag and property list
+    refusal         why the broker did not store one of what was published; None as long as it stored all
     """
 
-    def __init__(self, connection: Connection, confirms: Confirms, patience: float) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        confirms: Confirms,
+        patience: float,
+        on_delivery: Callable[[int, bytes], None],
+    ) -> None:
         self.channel: Channel = confirms.channel
         self._is_lost = False
         """Of something that was published nobody knows whether it is stored."""
@@ -45,25 +51,21 @@ class Conveyor:
         self._connection = connection
         self._confirms = confirms
         self._patience = patience
-        self._on_delivery: Callable[[int, bytes], None] = lambda *_: None
-        self._tag: int | None = None
-        """Of the delivery that comes now."""
+        self._on_delivery = on_delivery
         self._waiting: list[Letter] = []
         self._bytes = 0
-        self._header = b""
-        self._left = 0
         self._news = asyncio.Event()
+        # (It taps the channel, as the confirms do: ours is the last, for both.)
+        self._deliveries = Deliveries(connection, self.channel, self._delivered)
+        connection.tap(self.channel, self._frame)
 
     @classmethod
     async def open(cls, connection: Connection, on_delivery: Callable[[int, bytes], None]) -> Self:
-        """On a channel of its own; `on_delivery` is called with each one's tag and property list."""
+        """On a channel of its own."""
         settings = connection.settings
         patience = settings.publish_timeout.total_seconds() if settings else RPC_TIMEOUT
         confirms = await Confirms.open(connection, patience, patient=True)
-        conveyor = cls(connection, confirms, patience)
-        conveyor._on_delivery = on_delivery
-        connection.tap(confirms.channel, conveyor._frame)
-        return conveyor
+        return cls(connection, confirms, patience, on_delivery)
 
     async def consume(self, queue: str, prefetch: int) -> None:
         await self.channel.basic_qos(prefetch_count=prefetch, timeout=RPC_TIMEOUT)
@@ -138,21 +140,9 @@ class Conveyor:
             self.refusal = _TOLD[type(error)]
         self._news.set()
 
-    def _frame(self, kind: int, rest: bytes) -> bool:
-        if kind == METHOD:
-            self._tag = None
-            if rest[:4] != _DELIVER:
-                return self._confirms.frame(kind, rest)
-            at = 5 + rest[4]
-            self._tag = int.from_bytes(rest[at : at + 8], "big")
-            return True
-        if self._tag is None:
-            return self._confirms.frame(kind, rest)
-        if kind == HEADER:
-            self._header, self._left = rest[12:-1], int.from_bytes(rest[4:12], "big")
-        else:
-            self._left -= len(rest) - 1
-        if self._left <= 0:
-            self._on_delivery(self._tag, self._header)
-            self._news.set()
-        return True
+    def _delivered(self, tag: int, _redelivered: bool, properties: bytes, _body: bytes) -> None:
+        self._on_delivery(tag, properties)
+        self._news.set()
+
+    def _frame(self, kind: int, payload: bytes) -> bool:
+        return self._deliveries.frame(kind, payload) or self._confirms.frame(kind, payload)

@@ -45,7 +45,7 @@ from rabbit_tasks.broker import (
     is_cancelled,
     words,
 )
-from rabbit_tasks.deliveries import Deliveries
+from rabbit_tasks.deliveries import Deliveries, unread
 from rabbit_tasks.errors import ParkingError
 from rabbit_tasks.message import DELIVERY_COUNT
 from rabbit_tasks.parking.foreign import LastTime, Terms, no_queue, terms_of
@@ -194,14 +194,14 @@ class Taken:
         self._tags = [f"{number:02}.{uuid.uuid4().hex}" for number in range(count)]
         if count == 1:
             await channel.basic_consume(
-                self._queue, _unread, consumer_tag=self._tags[0], timeout=RPC_TIMEOUT
+                self._queue, unread, consumer_tag=self._tags[0], timeout=RPC_TIMEOUT
             )
             return
         # In one write, and without an answer to wait for: or the broker would come to the second one
         # when it is through with what it gives to the first.
         frames = b""
         for tag in self._tags:
-            channel.consumers[tag] = _unread
+            channel.consumers[tag] = unread
             consume = Basic.Consume(queue=self._queue, consumer_tag=tag, nowait=True)
             frames += marshal(consume, channel.number)
         self._connection.write(frames)
@@ -326,7 +326,7 @@ class Taken:
         if self._acks == self._settled_acks or self._channel is None:
             return
         acks, tag = self._acks, f"{_LATER.decode()}{uuid.uuid4().hex}"
-        self._channel.consumers[tag] = _unread
+        self._channel.consumers[tag] = unread
         with _explained(self._connection, self._queue):
             # What is parked meanwhile goes to the consumers that are there.
             consume = Basic.Consume(
@@ -505,10 +505,6 @@ class Asking:
                 await self._channel.basic_cancel(self._listening, timeout=RPC_TIMEOUT)
             await self._channel.queue_delete(lock_of(self._lot), timeout=RPC_TIMEOUT)
             await self._channel.close(timeout=RPC_TIMEOUT)
-
-
-async def _unread(_: object) -> None:
-    """What the library is told to call with deliveries, which it never sees."""
 
 
 @asynccontextmanager

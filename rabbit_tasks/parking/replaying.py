@@ -272,8 +272,7 @@ class _Replay:
             # What lies there without a note is taken for a copy whose original is parked.
             raise ParkingError(
                 f"message {message.id}: {quoted(target)} is where replays keep their copies, and no "
-                "main queue; "
-                f"say --to QUEUE ({self.done.chosen} replayed before it)"
+                f"main queue; say --to QUEUE ({self.done.chosen} replayed before it)"
             )
         return target
 

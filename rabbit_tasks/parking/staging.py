@@ -221,9 +221,8 @@ class Staging:
         except TimeoutError:
             raise ParkingError(
                 f"{quoted(self.name)}: the broker has not sent home all copies within {HOME:g} s; "
-                "does their "
-                "queue take no more (a length limit)? They wait, and go by themselves when it does, "
-                "the broker tries every three minutes"
+                "does their queue take no more (a length limit)? They wait, and go by themselves when "
+                "it does, the broker tries every three minutes"
             ) from None
         self._under_way = None
         self._round.discard(token)

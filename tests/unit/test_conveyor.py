@@ -22,6 +22,8 @@ class Line:
 
     def write(self, frames: bytes) -> None: ...
 
+    def tap(self, channel: object, tap: object) -> None: ...
+
     async def drained(self) -> None: ...
 
 
@@ -46,7 +48,7 @@ async def test_what_was_not_confirmed_when_the_channel_went_is_never_called_stor
     line, channel = cast(Any, Line()), cast(Any, Channel())
     confirms = Confirms(line, channel, 30.0, patient=True)
     channel.closing.add_done_callback(confirms._closed)  # noqa: SLF001
-    conveyor = Conveyor(line, confirms, 30.0)
+    conveyor = Conveyor(line, confirms, 30.0, lambda *_: None)
     await conveyor.publish("", "lot", Properties.of(delivery_mode=2), b"copy")
     asyncio.get_running_loop().call_soon(channel.closing.set_exception, cause)
     with pytest.raises(amqp.ChannelInvalidStateError):
