@@ -27,6 +27,7 @@ from aiormq.connection import Connection as Transport
 from rabbit_tasks.errors import ConnectError
 from rabbit_tasks.frames import Frames, Tap
 from rabbit_tasks.settings import Address, Settings
+from rabbit_tasks.text import numbers
 
 B = TypeVar("B")
 
@@ -137,8 +138,7 @@ class Connection(aio_pika.Connection):
     def settles_its_own(self) -> bool:
         """Whether the broker knows, of a dead letter that it has put into the very queue it came from,
         that it is there (4.0 and 4.3; not 3.10)."""
-        major = self.server_version.partition(".")[0]
-        return not major.isdecimal() or int(major) >= 4
+        return (numbers(self.server_version) or (4,)) >= (4,)
 
     @property
     def server_version(self) -> str:

@@ -30,7 +30,7 @@ from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.parking.staging import staging_queue
 from rabbit_tasks.policies import Change, Policy, applying, changes, changes_of_copies
 from rabbit_tasks.stale import not_ours, removed_names, stale_names
-from rabbit_tasks.text import quoted
+from rabbit_tasks.text import quoted, some
 from rabbit_tasks.topology import PARKING_LOT, Binding, Exchange, Queue, Topology, waiting_for
 
 PRUNE: Final = f"{COMMAND} --prune"
@@ -282,7 +282,7 @@ def _policies(topology: Topology, facts: Facts) -> Iterable[Step]:
     for (policy, change), names in found.items():
         clear = "clear_operator_policy" if policy.is_operators else "clear_policy"
         yield Step(
-            "policy", policy.name, f"{policy.kind} on {_some(names)}: {change.says}",
+            "policy", policy.name, f"{policy.kind} on {some(map(quoted, names))}: {change.says}",
             f"narrow its pattern {policy.pattern!r}, or: rabbitmqctl {clear} -p "
             f"{shlex.quote(facts.vhost)} {shlex.quote(policy.name)}",
             loses=change.loses,
@@ -315,11 +315,6 @@ def _policy_of(
     ):
         return next((one for one in policies if one.name == row[told]), None)
     return best
-
-
-def _some(names: list[str]) -> str:
-    more = len(names) - _NAMED
-    return ", ".join(map(quoted, names[:_NAMED])) + (f" and {more} more" if more > 0 else "")
 
 
 def _limits(facts: Facts) -> Iterable[Step]:

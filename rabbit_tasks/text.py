@@ -5,7 +5,9 @@ Pure: text in, text out.
 
 from __future__ import annotations
 
+import re
 import shlex
+from collections.abc import Iterable
 
 
 def cut(text: str, limit: int) -> str:
@@ -40,6 +42,18 @@ def quoted(name: str) -> str:
     """A name inside a sentence or a command: in quotes where it is empty or has anything in it that
     would be taken for the sentence's own, such as a space."""
     return shlex.quote(escaped(name))
+
+
+def some(names: Iterable[str]) -> str:
+    """Three names for a person, and how many more."""
+    found = list(names)
+    more = len(found) - 3
+    return ", ".join(found[:3]) + (f" and {more} more" if more > 0 else "")
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """`4.3.6-rc.1` as 4, 3, 6; empty where it tells none."""
+    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[a-z+-]", version)[0]))
 
 
 def to_type(command: str, name: str, *options: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from datetime import timedelta
 from typing import Any, Final
 
 from rabbit_tasks.consumer import Consumer, longest_wait
 from rabbit_tasks.durations import duration_text
 from rabbit_tasks.retry import MILLISECOND
+from rabbit_tasks.text import numbers
 
 DEFAULT: Final = timedelta(minutes=30)
 """What every version comes with, for quorum queues (3.10 to 4.3)."""
@@ -26,7 +26,8 @@ def warning_of(version: str, consumer: type[Consumer[Any]]) -> str | None:
     Only for what the class says: a handler without a time limit may be as quick as any. Nor can it be
     seen over AMQP how the broker is configured.
     """
-    broker, wait = _numbers(version), longest_wait(consumer)
+    # (A version that tells none is taken for a new one.)
+    broker, wait = numbers(version)[:2] or (99,), longest_wait(consumer)
     says = "ack_timeout" if consumer.ack_timeout is not None else "timeout"
     if broker >= _ARGUMENT_COUNTS:
         if consumer.ack_timeout is not None or not _exceeds(wait):
@@ -56,8 +57,3 @@ def warning_of(version: str, consumer: type[Consumer[Any]]) -> str | None:
 
 def _exceeds(time: timedelta | None) -> bool:
     return time is not None and time >= DEFAULT
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """`4.3.6` as numbers; a version that tells none is taken for a new one."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2]) or (99,)

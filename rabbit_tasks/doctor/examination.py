@@ -31,7 +31,6 @@ from rabbit_tasks.broker import (
 )
 from rabbit_tasks.declare import Questions
 from rabbit_tasks.doctor.facts import Clients, Facts, Held, Left, Listener, Node, Quorum, Reader
-from rabbit_tasks.doctor.of_us import numbers
 from rabbit_tasks.errors import (
     ConfigurationError,
     ConnectError,
@@ -46,6 +45,7 @@ from rabbit_tasks.parking.queue import ParkingQueue
 from rabbit_tasks.parking.staging import staging_queue
 from rabbit_tasks.plan import BY_MANAGEMENT, plan
 from rabbit_tasks.settings import PREFIX, Address, Settings
+from rabbit_tasks.text import numbers
 from rabbit_tasks.timeouts import warning_of
 from rabbit_tasks.topology import Queue, Topology
 from rabbit_tasks.worker import SPARE_CHANNELS

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from rabbit_tasks.declare import COMMAND
 from rabbit_tasks.doctor.facts import Facts, Reader
-from rabbit_tasks.doctor.row import Row, names
+from rabbit_tasks.doctor.row import Row
 from rabbit_tasks.durations import age_text
 from rabbit_tasks.plan import Step
-from rabbit_tasks.text import quoted, to_type
+from rabbit_tasks.text import quoted, some, to_type
 
 
 def of_handlers(facts: Facts) -> Iterator[Row]:
@@ -32,7 +32,7 @@ def of_plan(facts: Facts) -> Iterator[Row]:
             "fault",
             "topology",
             f"{len(missing)} queues and exchanges of app {facts.app} are missing: "
-            f"{names(quoted(step.name) for step in missing)}",
+            f"{some(quoted(step.name) for step in missing)}",
             COMMAND,
         )
     for step in facts.steps:
@@ -80,7 +80,7 @@ def of_queues(facts: Facts) -> Iterator[Row]:
             )
     told = [f"{one.consumers} on {quoted(one.queue)}" for one in mains if one.consumers]
     if told:
-        yield Row("ok", "consumers", names(told))
+        yield Row("ok", "consumers", some(told))
     yield from _of_strangers(facts)
     for lot in facts.held:
         if lot.role == "parked" and lot.messages:

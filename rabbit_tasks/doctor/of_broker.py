@@ -10,9 +10,8 @@ from datetime import timedelta
 from typing import Final
 
 from rabbit_tasks.doctor.facts import Facts, Listener, Node, Quorum
-from rabbit_tasks.doctor.of_us import numbers
-from rabbit_tasks.doctor.row import Row, names
-from rabbit_tasks.text import quoted
+from rabbit_tasks.doctor.row import Row
+from rabbit_tasks.text import numbers, quoted, some
 
 SKEW: Final = timedelta(seconds=10)
 """Between two clocks: the management API tells whole seconds, and some time passes on the way."""
@@ -27,7 +26,7 @@ def of_versions(listeners: Iterable[Listener]) -> Iterator[Row]:
         yield Row(
             "warning",
             "version",
-            f"nodes of several versions, {names(versions)}: while that lasts, the oldest counts",
+            f"nodes of several versions, {some(versions)}: while that lasts, the oldest counts",
             "rabbitmq-diagnostics cluster_status",
         )
     for version in versions[:1]:
@@ -98,7 +97,7 @@ def of_features(facts: Facts) -> Iterator[Row]:
         yield Row(
             "warning" if used else "ok",
             "deprecated features",
-            f"in use on this broker: {names(used)}; rabbit_tasks uses none"
+            f"in use on this broker: {some(used)}; rabbit_tasks uses none"
             if used
             else "none in use",
             "rabbitmqctl list_deprecated_features --used" if used else "",
@@ -108,7 +107,7 @@ def of_features(facts: Facts) -> Iterator[Row]:
         yield Row(
             "warning" if off else "ok",
             "feature flags",
-            f"off since an upgrade: {names(off)}; the next upgrade may ask for them"
+            f"off since an upgrade: {some(off)}; the next upgrade may ask for them"
             if off
             else "all on",
             "rabbitmqctl enable_feature_flag all" if off else "",
@@ -124,7 +123,7 @@ def of_nodes(nodes: Sequence[Node] | None) -> Iterator[Row]:
         yield Row(
             "fault",
             "cluster",
-            f"{len(down)} of {len(nodes)} nodes down: {names(down)}",
+            f"{len(down)} of {len(nodes)} nodes down: {some(down)}",
             "rabbitmq-diagnostics cluster_status; on that node: rabbitmqctl start_app",
         )
     for node in nodes:
@@ -132,7 +131,7 @@ def of_nodes(nodes: Sequence[Node] | None) -> Iterator[Row]:
             yield Row(
                 "fault",
                 "cluster",
-                f"{node.name} is cut off from {names(node.partitions)}",
+                f"{node.name} is cut off from {some(node.partitions)}",
                 f"rabbitmq-diagnostics -n {shlex.quote(node.name)} cluster_status",
             )
         if node.is_draining:
@@ -252,16 +251,16 @@ def of_quorums(facts: Facts) -> Iterator[Row]:
             "fault",
             "quorum",
             f"{len(stuck)} queues without a majority of their nodes, so that nothing goes in or out: "
-            f"{names(quoted(q.queue) for q in stuck)}",
-            f"start {names(sorted(_missing(stuck)))}; rabbitmq-queues quorum_status "
+            f"{some(quoted(q.queue) for q in stuck)}",
+            f"start {some(sorted(_missing(stuck)))}; rabbitmq-queues quorum_status "
             f"--vhost {vhost} {shlex.quote(stuck[0].queue)}",
         )
     if weak:
         yield Row(
             "warning",
             "quorum",
-            f"{len(weak)} queues lack nodes ({names(sorted(_missing(weak)))}) and go on with the "
-            f"others: {names(quoted(q.queue) for q in weak)}",
+            f"{len(weak)} queues lack nodes ({some(sorted(_missing(weak)))}) and go on with the "
+            f"others: {some(quoted(q.queue) for q in weak)}",
             f"rabbitmq-queues quorum_status --vhost {vhost} {shlex.quote(weak[0].queue)}",
         )
     nodes = {node.name for node in facts.nodes or ()}
@@ -272,7 +271,7 @@ def of_quorums(facts: Facts) -> Iterator[Row]:
             "warning",
             "quorum",
             f"{len(narrow)} queues are on fewer nodes than there are, so that they do not survive the "
-            f"loss of one: {names(quoted(q.queue) for q in narrow)}",
+            f"loss of one: {some(quoted(q.queue) for q in narrow)}",
             f"rabbitmq-queues grow {shlex.quote(missing[0])} all --vhost-pattern "
             + shlex.quote(f"^{re.escape(facts.vhost)}$"),
         )

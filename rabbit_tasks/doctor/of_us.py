@@ -9,8 +9,9 @@ from datetime import timedelta
 from typing import Final
 
 from rabbit_tasks.doctor.facts import Clients, Facts, Listener
-from rabbit_tasks.doctor.row import Row, names
+from rabbit_tasks.doctor.row import Row
 from rabbit_tasks.durations import duration_text
+from rabbit_tasks.text import numbers, some
 
 EXPIRES_SOON: Final = timedelta(days=30)
 SLOW_HEARTBEAT: Final = timedelta(minutes=1)
@@ -65,11 +66,6 @@ def fits(version: str, requirement: str) -> bool:
         if not holds[operator]:
             return False
     return True
-
-
-def numbers(version: str) -> tuple[int, ...]:
-    """`4.3.6-rc.1` as 4, 3, 6; empty where it tells none."""
-    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[a-z+-]", version)[0]))
 
 
 def of_listeners(facts: Facts) -> Iterator[Row]:
@@ -145,7 +141,7 @@ def of_logins(facts: Facts) -> Iterator[Row]:
         yield Row(
             "warning",
             "login",
-            f"{names(away)}: guest with its default password, which everybody knows",
+            f"{some(away)}: guest with its default password, which everybody knows",
             "rabbitmqctl add_user NAME; rabbit-tasks topology permissions --user NAME; rabbitmqctl "
             "delete_user guest",
         )

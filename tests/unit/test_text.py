@@ -9,7 +9,7 @@ import pytest
 from rabbit_tasks.declare import Difference
 from rabbit_tasks.errors import ConfigurationError
 from rabbit_tasks.parking import ParkingQueue
-from rabbit_tasks.text import quoted, to_type
+from rabbit_tasks.text import numbers, quoted, some, to_type
 
 
 @pytest.mark.parametrize(
@@ -42,3 +42,19 @@ def test_parking_queues_and_differences_are_named_so() -> None:
     assert str(missing) == "'my mail': missing; create it"
     with pytest.raises(ConfigurationError, match="Its name is empty"):
         ParkingQueue.of(".parked")
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [("", ""), ("a", "a"), ("abc", "a, b, c"), ("abcd", "a, b, c and 1 more")],
+)
+def test_of_many_names_three_are_told_and_how_many_more(names: str, told: str) -> None:
+    assert some(names) == told
+
+
+@pytest.mark.parametrize(
+    ("version", "found"),
+    [("4.3.6", (4, 3, 6)), ("4.3.6-rc.1", (4, 3, 6)), ("3.10.7+1", (3, 10, 7)), ("?", ())],
+)
+def test_a_version_is_its_numbers(version: str, found: tuple[int, ...]) -> None:
+    assert numbers(version) == found
