@@ -7,9 +7,10 @@ Here it is its frames, written beside others in one go, and an entry in a table 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from struct import Struct
 from typing import Final, Self
 
@@ -31,10 +32,6 @@ from rabbit_tasks.frames import (
 )
 from rabbit_tasks.properties import FRAME_OVERHEAD, Properties
 
-Told = Callable[[Exception | None], None]
-"""Called once with what became of a message: None, it is stored; Returned, Nacked, Late, Rejected or
-Lost."""
-
 _CONTENT: Final = BASIC + b"\0\0"
 _REFUSALS: Final = (
     amqp.ChannelNotFoundEntity, amqp.ChannelAccessRefused, amqp.ChannelPreconditionFailed,
@@ -51,19 +48,36 @@ UNANSWERED_KEPT: Final = 100_000
 """Messages that were given up, with which a channel is: of a queue without a majority, for days."""
 
 
-class Returned(Exception):
+class NotConfirmed(Exception):
+    """What became of a message that the broker has not confirmed; its text is for a person."""
+
+
+Told = Callable[[NotConfirmed | None], None]
+"""Called once with what became of a message; None: it is stored."""
+
+
+class Returned(NotConfirmed):
     """No queue took the message."""
 
+    def __init__(self) -> None:
+        super().__init__("there is no such queue, or its binding is gone")
 
-class Nacked(Exception):
+
+class Nacked(NotConfirmed):
     """Its queue did not."""
 
+    def __init__(self) -> None:
+        super().__init__("refused (full, or no majority of its nodes is up)")
 
-class Late(Exception):
+
+class Late(NotConfirmed):
     """No answer came in time."""
 
+    def __init__(self) -> None:
+        super().__init__("not confirmed in time")
 
-class Rejected(Exception):
+
+class Rejected(NotConfirmed):
     """The broker closed the channel over this message, for this cause."""
 
     def __init__(self, cause: Exception) -> None:
@@ -71,7 +85,7 @@ class Rejected(Exception):
         self.cause = cause
 
 
-class Lost(Exception):
+class Lost(NotConfirmed):
     """No answer can come any more: the channel was closed over another message, or is gone."""
 
     def __init__(self, cause: Exception, *, over_another: bool) -> None:
@@ -139,10 +153,10 @@ class Sent:
     def __init__(self, letter: Letter, told: Told) -> None:
         self.letter = letter
         self.told: Told | None = told
-        self.error: Exception | None = None
+        self.error: NotConfirmed | None = None
         self.followers: list[asyncio.Future[None]] | None = None
 
-    def answer(self, error: Exception | None) -> None:
+    def answer(self, error: NotConfirmed | None) -> None:
         told, self.told = self.told, None
         if told is not None:
             told(error)
@@ -195,7 +209,11 @@ class Confirms:
         connection.tap(channel, confirms.frame)
         channel.closing.add_done_callback(confirms._closed)
         # (Had we asked the library for confirms, it would wonder about each.)
-        await channel.rpc(commands.Confirm.Select(), timeout=RPC_TIMEOUT)
+        try:
+            await channel.rpc(commands.Confirm.Select(), timeout=RPC_TIMEOUT)
+        except BaseException:
+            await confirms.end()
+            raise
         return confirms
 
     @property
@@ -242,6 +260,16 @@ class Confirms:
         if self._timer is None or due < self._due:
             self._look_at(due)
         return sent
+
+    async def send(self, letter: Letter) -> None:
+        """Publish a message, and wait until it is stored; NotConfirmed tells what else became of it."""
+        answer = self._loop.create_future()
+        sent = self.publish(letter, partial(_settle, answer))
+        try:
+            await answer
+        except asyncio.CancelledError:
+            sent.give_up()
+            raise
 
     def forget(self, told: Told) -> None:
         """Give up all that would be told there."""
@@ -310,7 +338,7 @@ class Confirms:
             return False
         return True
 
-    def _confirm(self, tag: int, multiple: int, error: Exception | None) -> None:
+    def _confirm(self, tag: int, multiple: int, error: NotConfirmed | None) -> None:
         if error is None:
             self.has_stored = True
         if not multiple:
@@ -319,7 +347,7 @@ class Confirms:
         for one in range(next(iter(self._sent), tag + 1), tag + 1):
             self._answer(one, error)
 
-    def _answer(self, tag: int, error: Exception | None) -> None:
+    def _answer(self, tag: int, error: NotConfirmed | None) -> None:
         sent = self._sent.pop(tag, None)
         if sent is not None:
             if sent.letter.mark:
@@ -370,3 +398,28 @@ class Confirms:
             )
             error = Rejected(cause) if is_its_own else Lost(cause, over_another=is_refusal)
             sent.answer(sent.error or error)
+
+
+async def may_publish(connection: Connection) -> None:
+    """Have the broker check that we may publish to its queues, and publish to none; what aiormq raises
+    where we may not."""
+    confirms = await Confirms.open(connection, RPC_TIMEOUT)
+    try:
+        await confirms.send(Letter("", f"nobody.{os.urandom(16).hex()}", b"\0\0", None, b""))
+    except Returned:
+        pass  # no queue has that name, and the exchange was asked
+    except (Rejected, Lost) as error:
+        raise error.cause from None
+    except Late:
+        raise TimeoutError from None
+    finally:
+        await confirms.end()
+
+
+def _settle(answer: asyncio.Future[None], error: NotConfirmed | None) -> None:
+    if answer.done():
+        return
+    if error is None:
+        answer.set_result(None)
+    else:
+        answer.set_exception(error)

@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Final, TypedDict, TypeVar, Unpack, overload
 
 import aiormq.exceptions as amqp
@@ -34,7 +34,7 @@ B = TypeVar("B")
 
 ALONE_FROM: Final = 1_048_576
 """Bytes of a body from which a message is published on a channel of its own."""
-_AHEAD: Final = 2**20
+AHEAD: Final = 2**20
 """Bytes that the socket has not taken yet, with which a publish waits until it has."""
 
 
@@ -245,13 +245,8 @@ class Publisher:
         confirms = None if letter.alone else self._at_once(letter)
         if confirms is None:
             confirms = await self._ready(letter)
-        answer = asyncio.get_running_loop().create_future()
-        sent = confirms.publish(letter, partial(_settle, answer))
         try:
-            await answer
-        except asyncio.CancelledError:
-            sent.give_up()
-            raise
+            await confirms.send(letter)
         except Exception as error:
             raise self._explained(letter.where, error) from None
         finally:
@@ -285,7 +280,7 @@ class Publisher:
             or self._closed
             or not confirms.is_open
             or connection.is_blocked
-            or connection.unsent > _AHEAD
+            or connection.unsent > AHEAD
             or confirms.of(letter.mark) is not None
             or letter.frame_size > connection.frame_max
         ):
@@ -338,18 +333,20 @@ class Publisher:
             if alone:
                 # One after the other: of large bodies no more than one waits for the socket.
                 async with self._next_alone:
-                    while connection.unsent > _AHEAD:
+                    while connection.unsent > AHEAD:
                         await connection.drained()
                     own = await Confirms.open(connection, self._timeout, patient=self._patient)
-                    self._alone.add(own)
-                    return own
+                if not own.is_open:
+                    continue
+                self._alone.add(own)
+                return own
             confirms = await self._shared(connection, letter.exchange)
             if (sent := confirms.of(letter.mark)) is not None:
                 # With one id twice in flight on a channel, nothing tells which of them is returned.
                 # Nor must the answer to one that was given up reach the next of that id.
                 alone = sent.told is None
                 await confirms.answered(sent)
-            elif connection.unsent > _AHEAD:
+            elif connection.unsent > AHEAD:
                 await connection.drained()
             elif confirms.is_open and not connection.is_blocked:
                 return confirms
@@ -398,7 +395,7 @@ class Publisher:
                     missing = "there is no such queue"
                 return Unroutable(f"{where}: {missing}; mend its name, or create it: {declare}")
             case Nacked():
-                return Refused(f"{where}: refused (full, or no majority of its nodes is up)")
+                return Refused(f"{where}: {error}")
             case Late():
                 return Unconfirmed(f"{where}: not confirmed{self._waited}; it may be stored")
             case Rejected(cause=amqp.ChannelNotFoundEntity() as cause):
@@ -485,15 +482,6 @@ def _plain(content_type: str) -> Stencil:
 def new_id() -> str:
     """128 random bits, in hex: `uuid.UUID` reads them, and makes its own for six times the price."""
     return os.urandom(16).hex()
-
-
-def _settle(answer: asyncio.Future[None], error: BaseException | None) -> None:
-    if answer.done():
-        return
-    if error is None:
-        answer.set_result(None)
-    else:
-        answer.set_exception(error)
 
 
 def _encode(to: type[Consumer[Any]] | Consumer[Any] | str, body: object) -> tuple[str, bytes, str]:

@@ -16,18 +16,13 @@ from aiormq.channel import Channel
 from pamqp import commands
 
 from rabbit_tasks.broker import RPC_TIMEOUT, Connection
-from rabbit_tasks.confirms import Confirms, Late, Letter, Lost, Nacked, Rejected, Returned
+from rabbit_tasks.confirms import Confirms, Letter, Lost, NotConfirmed, Rejected
 from rabbit_tasks.deliveries import Deliveries
 from rabbit_tasks.properties import Properties
 
 _TOGETHER: Final = 65_536
 """Bytes of bodies that are written at once. (What a replay that ends has not written, nobody need
 remove.)"""
-_TOLD: Final = {
-    Returned: "there is no such queue, or its binding is gone",
-    Nacked: "refused (full, or no majority of its nodes is up)",
-    Late: "not confirmed in time",
-}
 
 
 class Conveyor:
@@ -133,11 +128,11 @@ class Conveyor:
 
     # --- what comes in --------------------------------------------------------------------------
 
-    def _told(self, error: Exception | None) -> None:
+    def _told(self, error: NotConfirmed | None) -> None:
         if isinstance(error, Rejected | Lost):
             self._is_lost = True
         elif error is not None:
-            self.refusal = _TOLD[type(error)]
+            self.refusal = str(error)
         self._news.set()
 
     def _delivered(self, tag: int, _redelivered: bool, properties: bytes, _body: bytes) -> None:

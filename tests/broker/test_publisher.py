@@ -11,8 +11,10 @@ import pytest
 
 from rabbit_tasks import Publisher, Settings
 from rabbit_tasks.broker import Connection
+from rabbit_tasks.confirms import Confirms
 from rabbit_tasks.errors import PublishError, Refused, Unconfirmed, Unroutable
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.publisher import ALONE_FROM
 from tests.conftest import eventually
 from tests.support.brokers import Broker
 from tests.support.proxy import Proxy, before
@@ -451,6 +453,25 @@ async def test_publish_many_that_is_cancelled_leaves_nothing_that_waits(
 
 async def depth_is_over(connection: Connection, count: int) -> bool:
     return await depth(connection, "q") > count
+
+
+async def test_a_channel_of_its_own_that_the_broker_closes_at_once_is_not_published_on(
+    connection: Connection, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await queue(connection)
+    opened: list[Confirms] = []
+    open_one = Confirms.open
+
+    async def open_and_lose(*arguments: Any, **more: Any) -> Confirms:
+        opened.append(await open_one(*arguments, **more))
+        if len(opened) == 1:
+            await opened[0].end()
+        return opened[-1]
+
+    monkeypatch.setattr(Confirms, "open", open_and_lose)
+    await publisher.publish("q", bytes(ALONE_FROM + 1))
+    assert len(opened) == 2
+    assert await depth(connection, "q") == 1
 
 
 async def test_of_large_bodies_no_more_than_one_waits_for_the_socket(

@@ -65,6 +65,19 @@ class Line:
         connection: Any = self
         return await Confirms.open(connection, timeout, patient=patient)
 
+    def refuses(self, error: BaseException) -> asyncio.Event:
+        """To take confirms on the channel; set when that is closed."""
+        closed = asyncio.Event()
+
+        async def rpc(*_: Any, **__: Any) -> None:
+            raise error
+
+        async def close(**_: Any) -> None:
+            closed.set()
+
+        self.channel.rpc, self.channel.close = rpc, close
+        return closed
+
 
 def letter(key: str, message_id: str | None = None, body: bytes = b"", **headers: Any) -> Letter:
     properties = Properties.of(headers, message_id=message_id)
@@ -78,6 +91,38 @@ class Answers(dict[str, Exception | None]):
             self[name] = error
 
         return told
+
+
+@pytest.mark.parametrize(
+    "error", [asyncio.CancelledError(), TimeoutError(), amqp.ChannelInvalidStateError("no")]
+)
+async def test_a_channel_on_which_nothing_is_confirmed_is_not_left_open(
+    error: BaseException,
+) -> None:
+    line = Line()
+    closed = line.refuses(error)
+    with pytest.raises(type(error)):
+        await line.opened()
+    assert closed.is_set()
+
+
+async def test_whoever_waits_for_one_message_is_told_what_became_of_it() -> None:
+    line = Line()
+    confirms = await line.opened()
+    sending = [asyncio.create_task(confirms.send(letter("q", name))) for name in "abc"]
+    await asyncio.sleep(0)
+    line.ack(1)
+    line.nack(2)
+    await sending[0]
+    with pytest.raises(Nacked, match="refused"):
+        await sending[1]
+    sending[2].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sending[2]
+    async with asyncio.timeout(1):
+        await confirms.settled()  # nobody waits for it any more
+    assert confirms.unanswered == 1
+    line.ack(3)
 
 
 async def test_acks_nacks_and_returns_in_any_order_reach_their_own_messages() -> None:
