@@ -184,13 +184,11 @@ class Connection(aio_pika.Connection):
             log.warning("%s takes messages again, after %.1f s", self.address, waited)
         self.on_blocked(reason is not None)
 
-    async def open(self, *, confirms: bool = False) -> Channel:
-        """A new channel; a returned message raises."""
+    async def open(self) -> Channel:
+        """A new channel. (To publish with confirms on, see confirms.py.)"""
         try:
             async with asyncio.timeout(RPC_TIMEOUT):
-                channel = await self._amqp.channel(
-                    publisher_confirms=confirms, on_return_raises=True
-                )
+                channel = await self._amqp.channel(publisher_confirms=False)
         except RuntimeError as error:  # the library's word for a connection that is closed
             raise amqp.ChannelInvalidStateError(*error.args) from None
         assert isinstance(channel, Channel)

@@ -281,13 +281,10 @@ class Questions:
     """Questions to the broker, on one channel for as long as the answer is not "no", which closes it:
     then the next one is asked on another. (An app has hundreds of queues: a channel for each question
     would take longer than the questions.)
-
-    confirms    so that it answers a publish as well
     """
 
-    def __init__(self, connection: Connection, *, confirms: bool = False) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self._confirms = confirms
         self._channel: Channel | None = None
 
     @classmethod
@@ -309,7 +306,7 @@ class Questions:
         connection = self.connection
         try:
             if self._channel is None or self._channel.is_closed:
-                self._channel = await connection.open(confirms=self._confirms)
+                self._channel = await connection.open()
             await call(self._channel)
         except amqp.ChannelAccessRefused as error:
             raise Forbidden(

@@ -8,13 +8,11 @@ the others, in which a message's properties are hidden from its decoder.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final, cast
 
 from aiormq.abc import DeliveredMessage
 from aiormq.connection import SSLContextProvider, TransportFactory
-from pamqp.commands import Basic
 from yarl import URL
 
 from rabbit_tasks.properties import Properties
@@ -51,7 +49,6 @@ _CLOSE: Final = b"\x00\x0a\x00\x32"
 _BLOCKED: Final = b"\x00\x0a\x00\x3c"
 _UNBLOCKED: Final = b"\x00\x0a\x00\x3d"
 _HEADERS_ONLY: Final = (1 << 13).to_bytes(2, "big")
-_HEADERS_AND_ID: Final = (1 << 13 | 1 << 7).to_bytes(2, "big")
 
 
 class Frames(TransportFactory):
@@ -159,8 +156,7 @@ class Frames(TransportFactory):
 class _Cutter(asyncio.StreamReaderProtocol):
     """Cuts what arrives into frames, and feeds the library's reader with those that nobody takes.
 
-    In a content header that it is fed with, the property list is one header of bytes. That of a
-    returned message also carries the id by which the library finds its publish.
+    In a content header that it is fed with, the property list is one header of bytes.
     """
 
     transport: asyncio.Transport
@@ -176,7 +172,6 @@ class _Cutter(asyncio.StreamReaderProtocol):
         self._call_soon, self._call_later = loop.call_soon, loop.call_later
         self._rest = b""
         self._fed_at = 0.0
-        self._returned: set[bytes] = set()
         self._held: asyncio.TimerHandle | None = None
         self._held_since = 0.0
         self._sip = 0
@@ -226,26 +221,19 @@ class _Cutter(asyncio.StreamReaderProtocol):
     def _feed(self, head: bytes, rest: bytes) -> None:
         """Let the library have a frame, given by its head and its payload with the end mark."""
         if head[0] == METHOD:
-            self._look_at(head[1:3], rest)
+            self._look_at(rest)
         elif head[0] == HEADER:
             self._largest = max(self._largest, int.from_bytes(rest[4:12], "big"))
             raw = rest[12:-1]
             table = b"\0x" + len(raw).to_bytes(4, "big") + raw
             fields = len(table).to_bytes(4, "big") + table
-            flags = _HEADERS_ONLY
-            if head[1:3] in self._returned:
-                self._returned.discard(head[1:3])
-                found = mark(Properties.decode(raw)).encode()
-                flags, fields = _HEADERS_AND_ID, fields + bytes([len(found)]) + found
-            payload = rest[:12] + flags + fields
+            payload = rest[:12] + _HEADERS_ONLY + fields
             head, rest = head[:3] + len(payload).to_bytes(4, "big"), payload + rest[-1:]
         self._reader.feed_data(head + rest)
 
-    def _look_at(self, channel: bytes, method: bytes) -> None:
+    def _look_at(self, method: bytes) -> None:
         kind = method[:4]
-        if kind == RETURN:
-            self._returned.add(channel)
-        elif kind == _TUNE:
+        if kind == _TUNE:
             # The library writes our own figure over it.
             self._frames.asked_heartbeat = int.from_bytes(method[10:12], "big")
         elif kind == _CLOSE:
@@ -292,22 +280,3 @@ def properties_of(message: DeliveredMessage) -> Properties:
     """The properties that came with a delivery on one of our connections."""
     headers: Mapping[str, Any] = message.header.properties.headers or {}
     return Properties.decode(bytes(headers[""]))
-
-
-class Wire(Basic.Properties):
-    """Properties that are written as the bytes they are."""
-
-    def __init__(self, properties: Properties) -> None:
-        super().__init__(message_id=mark(properties))
-        self._bytes = properties.encode()
-
-    def marshal(self) -> bytes:
-        return self._bytes
-
-
-def mark(properties: Properties) -> str:
-    """The id by which the library finds a returned message's publish; never empty, short enough."""
-    text = properties.text("message_id") or ""
-    if text.isascii() and 0 < len(text) < 200:
-        return text
-    return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()

@@ -33,6 +33,7 @@ from aiormq.channel import Channel
 
 from rabbit_tasks import declare
 from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, connected, is_cancelled, words
+from rabbit_tasks.confirms import may_publish
 from rabbit_tasks.declare import Difference, Questions
 from rabbit_tasks.errors import ConfigurationError, ConnectError, PublishError, TopologyError
 from rabbit_tasks.management import Management
@@ -529,14 +530,7 @@ class _Run:
             for queue in (found.queue.name, holding.name):
                 binding = Binding(one.exchange, queue, one.key)
                 await declare.may_make(self._consuming, binding)
-
-        async def publish(channel: Channel) -> None:
-            with suppress(amqp.PublishError):
-                nowhere = f"{holding.name}.nowhere"[-255:]
-                await channel.basic_publish(b"", routing_key=nowhere, mandatory=True)
-
-        async with Questions(self._publishing, confirms=True) as questions:
-            await questions.ask("publish", publish)
+        await may_publish(self._publishing)
         if await declare.look(self._consuming, holding.name) is None:
             with suppress(amqp.ChannelNotFoundEntity):
                 async with Questions(self._consuming) as questions:

@@ -13,18 +13,20 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
 import aiormq.exceptions as amqp
-from aiormq.abc import DeliveredMessage
 from aiormq.channel import Channel
 
 from rabbit_tasks.broker import RPC_TIMEOUT, Connection, words
+from rabbit_tasks.confirms import Confirms, Late, Letter, Lost, Nacked, Rejected, Returned
+from rabbit_tasks.deliveries import Deliveries, unread
 from rabbit_tasks.errors import Refused, Unconfirmed, Unroutable
-from rabbit_tasks.frames import Wire, properties_of
+from rabbit_tasks.frames import DELIVER, METHOD
 from rabbit_tasks.properties import FRAME_OVERHEAD, Properties
-from rabbit_tasks.publisher import ALONE_FROM
+from rabbit_tasks.publisher import AHEAD, ALONE_FROM
 
 WINDOW: Final = 50
 """Messages that are copied and not yet acked, at most; so many bodies are in memory."""
@@ -35,9 +37,15 @@ _LOOK: Final = 0.1
 
 @dataclass
 class _Copy:
+    """Of the delivery with this tag; its error, once it is answered and not stored, says why."""
+
     tag: int
-    stored: asyncio.Task[None]
-    since: float
+    is_answered: bool = False
+    error: Exception | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        return self.is_answered and self.error is None
 
 
 class Pour:
@@ -70,18 +78,22 @@ class Pour:
         self._is_noise = is_noise
         self._told = told
         self._patience = patience
-        self._arrived: deque[DeliveredMessage] = deque()
+        self._exchange = ""
+        self._arrived: deque[tuple[int, Properties, bytes]] = deque()
         self._copies: deque[_Copy] = deque()
         self._is_alone = False
+        self._is_returned = False
         self._acks = True
         self._news = asyncio.Event()
-        now = asyncio.get_running_loop().time()
-        self._last_noise = self._last_arrival = now
+        self._clock = asyncio.get_running_loop().time
+        self._last_noise = self._last_arrival = self._clock()
         self._tag = ""
 
     async def __aenter__(self) -> Self:
         self._from: Channel = await self._consuming.open()
-        self._to: Channel = await self._publishing.open(confirms=True)
+        self._deliveries = Deliveries(self._consuming, self._from, self._on_delivery)
+        self._consuming.tap(self._from, self._frame)
+        self._to = await Confirms.open(self._publishing, self._patience, patient=True)
         await self.consume()
         return self
 
@@ -96,18 +108,15 @@ class Pour:
             with suppress(Exception):
                 async with asyncio.timeout(_LAST):
                     await self._end()
-        for copy in self._copies:
-            copy.stored.cancel()
-            _error_of(copy.stored)
-        for channel in (self._from, self._to):
-            with suppress(Exception):
-                await channel.close(timeout=RPC_TIMEOUT)
+        await self._to.end()
+        with suppress(Exception):
+            await self._from.close(timeout=RPC_TIMEOUT)
 
     async def consume(self) -> None:
         self._tag = uuid.uuid4().hex
         await self._from.basic_qos(prefetch_count=WINDOW, timeout=RPC_TIMEOUT)
         await self._from.basic_consume(
-            self.source, self._on_message, consumer_tag=self._tag, timeout=RPC_TIMEOUT
+            self.source, unread, consumer_tag=self._tag, timeout=RPC_TIMEOUT
         )
 
     async def cancel(self) -> None:
@@ -126,12 +135,20 @@ class Pour:
 
     async def _answered(self) -> None:
         """The broker reads a channel in order, and we do."""
+        await self._consuming.drained()  # (the library does not write behind us by itself)
         await self._from.basic_qos(prefetch_count=WINDOW, timeout=RPC_TIMEOUT)
 
-    async def _on_message(self, message: DeliveredMessage) -> None:
-        self._arrived.append(message)
-        self._last_arrival = asyncio.get_running_loop().time()
-        if self._is_noise(message.exchange or "", properties_of(message)):
+    def _frame(self, kind: int, payload: bytes) -> bool:
+        if kind == METHOD and payload[:4] == DELIVER:
+            at = 14 + payload[4]  # behind its consumer, its tag, and whether it was redelivered
+            self._exchange = payload[at + 1 : at + 1 + payload[at]].decode("utf-8", "replace")
+        return self._deliveries.frame(kind, payload)
+
+    def _on_delivery(self, tag: int, _redelivered: bool, raw: bytes, body: bytes) -> None:
+        properties = Properties.decode(raw)
+        self._arrived.append((tag, properties, body))
+        self._last_arrival = self._clock()
+        if self._is_noise(self._exchange, properties):
             self._last_noise = self._last_arrival
         self._news.set()
 
@@ -143,12 +160,12 @@ class Pour:
     @property
     def idle(self) -> float:
         """Seconds since anything came."""
-        return asyncio.get_running_loop().time() - self._last_arrival
+        return self._clock() - self._last_arrival
 
     @property
     def quiet(self) -> float:
         """Seconds since any noise came, or since we began."""
-        return asyncio.get_running_loop().time() - self._last_noise
+        return self._clock() - self._last_noise
 
     async def flow(self) -> None:
         """Move for a moment: until something is done, or a tenth of a second.
@@ -156,106 +173,89 @@ class Pour:
         PublishError where a copy is refused: it stays in its queue, those before it are moved.
         """
         self._news.clear()
-        if not self._begin() and not await self._finish():
+        if not self._begin() and not self._finish():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LOOK):
                     await self._news.wait()
-            for channel in (self._from, self._to):
-                if channel.is_closed and not self._copies:
-                    raise amqp.ChannelInvalidStateError("the channel was closed")
+            if not self._copies and (self._from.is_closed or not self._to.is_open):
+                raise amqp.ChannelInvalidStateError("the channel was closed")
 
     def _begin(self) -> bool:
         """Publish what came, in order."""
         begun = False
-        while self._arrived and not (self._copies and self._is_alone):
-            message = self._arrived[0]
+        while self._arrived and self._to.is_open and not (self._copies and self._is_alone):
+            tag, properties, body = self._arrived[0]
             # The broker may close the channel over a large one, and so over all that are on it.
-            self._is_alone = len(message.body) > ALONE_FROM
-            if self._is_alone and self._copies:
+            self._is_alone = len(body) > ALONE_FROM
+            if self._copies and (self._is_alone or self._publishing.unsent > AHEAD):
                 break
             self._arrived.popleft()
-            self._copies.append(self._copy(message))
+            copy = _Copy(tag)
+            self._copies.append(copy)
+            self._publish(copy, self._change(properties), body)
             begun = True
         return begun
 
-    def _copy(self, message: DeliveredMessage) -> _Copy:
-        properties = self._change(properties_of(message))
-        stored = asyncio.create_task(self._publish(message.body, properties))
-        stored.add_done_callback(lambda _: self._news.set())
-        return _Copy(message.delivery_tag or 0, stored, asyncio.get_running_loop().time())
+    def _publish(self, copy: _Copy, properties: Properties, body: bytes) -> None:
+        # (Without ids: a queue may hold many of one. Where one is returned, all are in doubt.)
+        letter = Letter("", self.target, properties.encode(), None, body)
+        if (size := letter.frame_size) > (most := self._publishing.frame_max):
+            too_large = f"properties and headers take {size} bytes, more than the "
+            too_large += f"{most - FRAME_OVERHEAD} of a frame"
+            self._learn(copy, Refused(f"queue {self.target!r}: {too_large}"))
+        else:
+            self._to.publish(letter, partial(self._learn, copy))
 
-    async def _publish(self, body: bytes, properties: Properties) -> None:
-        if properties.frame_size() > (most := self._publishing.frame_max):
-            raise Refused(
-                f"queue {self.target!r}: properties and headers take {properties.frame_size()} "
-                f"bytes, more than the {most - FRAME_OVERHEAD} of a frame"
-            )
-        await self._to.basic_publish(
-            body, routing_key=self.target, properties=Wire(properties), mandatory=True, wait=False
-        )
+    def _learn(self, copy: _Copy, error: Exception | None) -> None:
+        """What became of it."""
+        copy.is_answered, copy.error = True, error
+        self._is_returned |= isinstance(error, Returned)
+        self._news.set()
 
-    async def _finish(self) -> bool:
+    def _finish(self) -> bool:
         """Ack what is stored, in order."""
-        now = asyncio.get_running_loop().time()
-        finished = False
-        if self._copies and not self._copies[0].stored.done():
-            if self._publishing.is_blocked:
-                for copy in self._copies:
-                    copy.since = now
-            if now - self._copies[0].since > self._patience:
-                raise Unconfirmed(
-                    f"queue {self.target!r}: not confirmed within {self._patience:g} s"
-                )
-        while self._copies and self._copies[0].stored.done() and now >= self.acks_from:
-            self._check_returns()
-            copy = self._copies[0]
-            if (error := _error_of(copy.stored)) is not None:
-                raise self._refusal(error)
-            self._copies.popleft()
-            # Whole, also where we are stopped in it: neither twice nor not at all.
-            await asyncio.shield(asyncio.create_task(self._ack(copy)))
-            finished = True
-        return finished
+        if not self._copies or not self._copies[0].is_answered or self._clock() < self.acks_from:
+            return False
+        self._see_target()
+        if (error := self._copies[0].error) is not None:
+            raise self._explained(error)
+        stored: list[int] = []
+        while self._copies and self._copies[0].is_stored:
+            stored.append(self._copies.popleft().tag)
+        self._ack(stored, up_to=stored[-1])
+        return True
 
-    async def _ack(self, copy: _Copy) -> None:
+    def _ack(self, tags: list[int], *, up_to: int = 0) -> None:
         if self._acks:
-            await self._from.basic_ack(copy.tag, wait=False)
-        self._told()
+            self._deliveries.ack_all([tag for tag in tags if tag > up_to], up_to=up_to)
+        for _ in tags:
+            self._told()
 
-    def _check_returns(self) -> None:
-        # The library finds returned messages by their id, and a queue may hold many of one id, or of
-        # none: then it tells the last one that it was returned, and the first that it was stored.
-        # But one that is returned is so before any behind it is stored. (aiormq 7.2)
-        for copy in self._copies:
-            if isinstance(_error_of(copy.stored), amqp.PublishError):
-                raise Unroutable(f"there is no queue {self.target!r} any more")
+    def _see_target(self) -> None:
+        """Raise where it is gone: with it are the copies that it had."""
+        if self._is_returned:
+            raise Unroutable(f"there is no queue {self.target!r} any more")
 
-    def _refusal(self, error: BaseException) -> BaseException:
+    def _explained(self, error: Exception) -> Exception:
+        where = f"queue {self.target!r}"
         match error:
-            case amqp.DeliveryError():
-                return Refused(
-                    f"queue {self.target!r}: refused (full, or no majority of its nodes is up)"
-                )
-            case amqp.ChannelPreconditionFailed():
-                return Refused(f"queue {self.target!r}: {words(error)}")
+            case Nacked():
+                return Refused(f"{where}: {error}")
+            case Late():
+                return Unconfirmed(f"{where}: not confirmed within {self._patience:g} s")
+            case Rejected(cause=cause) | Lost(cause=cause):
+                if isinstance(cause, amqp.ChannelPreconditionFailed):
+                    return Refused(f"{where}: {words(cause)}")
+                return cause
         return error
 
     async def _end(self) -> None:
         """Wait for the copies that are on their way, and ack those that are stored."""
         self._arrived.clear()
-        if self._copies:
-            await asyncio.wait([copy.stored for copy in self._copies], timeout=_LAST / 2)
-        self._check_returns()
-        await asyncio.sleep(self.acks_from - asyncio.get_running_loop().time())
-        for copy in self._copies:
-            if copy.stored.done() and _error_of(copy.stored) is None:
-                await self._ack(copy)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST / 2):
+                await self._to.settled()
+        self._see_target()
+        await asyncio.sleep(self.acks_from - self._clock())
+        self._ack([copy.tag for copy in self._copies if copy.is_stored])
         await self._answered()
-
-
-def _error_of(stored: asyncio.Task[None]) -> BaseException | None:
-    """Why a copy was not stored; None where it was, or where that is not known yet."""
-    if not stored.done():
-        return None
-    # The library's way to say that a connection which no longer answered was dropped.
-    return asyncio.CancelledError() if stored.cancelled() else stored.exception()

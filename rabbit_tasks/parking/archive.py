@@ -30,7 +30,6 @@ from typing import Any, BinaryIO, Final
 
 from rabbit_tasks.broker import Connection
 from rabbit_tasks.errors import ParkingError, PublishError
-from rabbit_tasks.frames import mark
 from rabbit_tasks.parking.foreign import refuse_main
 from rabbit_tasks.parking.look import Moved, taking
 from rabbit_tasks.parking.parked import Choose, ParkedMessage, kept
@@ -303,23 +302,23 @@ def _chunks(messages: Iterable[tuple[int, Archived]]) -> Iterator[list[tuple[int
     gives one that the broker may refuse a channel of its own.
     """
     chunk: list[tuple[int, Archived]] = []
-    marks: set[str] = set()
+    ids: set[bytes] = set()
     size = 0
     for line, message in messages:
-        token = mark(message.properties)
+        message_id = message.properties.raw("message_id")
         is_apart = len(message.body) > ALONE_FROM or message.properties.text("expiration")
         if chunk and (
-            is_apart or token in marks or len(chunk) == _WINDOW
+            is_apart or message_id in ids or len(chunk) == _WINDOW
             or size + len(message.body) > _WINDOW_BYTES
         ):  # fmt: skip
             yield chunk
-            chunk, marks, size = [], set(), 0
+            chunk, ids, size = [], set(), 0
         chunk.append((line, message))
-        marks.add(token)
+        ids.add(message_id)
         size += len(message.body)
         if is_apart:
             yield chunk
-            chunk, marks, size = [], set(), 0
+            chunk, ids, size = [], set(), 0
     if chunk:
         yield chunk
 

@@ -20,23 +20,19 @@ import os
 import re
 import shlex
 import tempfile
-import uuid
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import aiormq.exceptions as amqp
-from aiormq.channel import Channel
 
-from rabbit_tasks.broker import CLOSE_TIMEOUT, LOST, RPC_TIMEOUT, Connection, words
+from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, words
+from rabbit_tasks.confirms import Confirms, Letter, NotConfirmed, may_publish
 from rabbit_tasks.declare import Difference, check, missing
 from rabbit_tasks.errors import ParkingError, TopologyError
-from rabbit_tasks.frames import Wire
 from rabbit_tasks.message import DELIVERY_COUNT
 from rabbit_tasks.parking.parked import ParkedMessage, kept
 from rabbit_tasks.parking.queue import ParkingQueue
-from rabbit_tasks.properties import Properties
 from rabbit_tasks.text import quoted, to_type
 from rabbit_tasks.topology import PARKING_LOT, Queue, Topology, parked_queue
 
@@ -151,22 +147,13 @@ def _judged(connection: Connection, name: str, told: dict[str, str] | None) -> T
 
 async def _may_publish(connection: Connection, name: str) -> None:
     """ParkingError where no copy could take a message's place: asked before any is taken."""
-    channel = await connection.open(confirms=True)
     try:
-        await channel.basic_publish(
-            b"", routing_key=f"nobody.{uuid.uuid4().hex}", mandatory=True, wait=False,
-            timeout=RPC_TIMEOUT,
-        )  # fmt: skip
-    except amqp.PublishError:
-        pass  # returned: no queue has that name, and the exchange was asked
+        await may_publish(connection)
     except amqp.ChannelAccessRefused as error:
         raise ParkingError(
             f"{name} counts looks, and what is looked at for the last time must be published to it "
             f"again: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}"
         ) from None
-    finally:
-        with suppress(Exception):
-            await channel.close(timeout=CLOSE_TIMEOUT)
 
 
 class LastTime:
@@ -208,13 +195,13 @@ class LastTime:
         """
         left = list(self._kept)
         try:
-            channel = await connection.open(confirms=True)
+            confirms = await Confirms.open(connection, RPC_TIMEOUT)
             while left:
-                await self._publish(channel, left[0])
+                await confirms.send(self._letter(left[0]))
                 await ack(left[0])
                 del left[0]
-            await channel.close(timeout=CLOSE_TIMEOUT)
-        except (amqp.AMQPError, *LOST, TimeoutError) as error:
+            await confirms.end()
+        except (NotConfirmed, amqp.AMQPError, *LOST, TimeoutError) as error:
             raise ParkingError(
                 f"{self._queue}: {len(left)} messages were looked at for the last time (delivery "
                 f"limit {self._limit}), and could not be published to it again: {words(error)}"
@@ -223,14 +210,10 @@ class LastTime:
             self._file.close()
             self._tell()
 
-    async def _publish(self, channel: Channel, tag: int) -> None:
+    def _letter(self, tag: int) -> Letter:
         at, head, size = self._kept[tag]
         self._file.seek(at)
-        properties = Properties.decode(self._file.read(head))
-        await channel.basic_publish(
-            self._file.read(size), routing_key=self._queue, properties=Wire(properties),
-            mandatory=True, wait=False, timeout=RPC_TIMEOUT,
-        )  # fmt: skip
+        return Letter("", self._queue, self._file.read(head), None, self._file.read(size))
 
     def _tell(self) -> None:
         if self._limit - self._highest > _WARNED_FROM:

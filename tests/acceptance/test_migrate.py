@@ -16,9 +16,9 @@ from urllib.parse import quote
 import pytest
 
 from rabbit_tasks import Publisher, Settings, migration
-from rabbit_tasks.broker import Connection, connected
+from rabbit_tasks.broker import LOST, Connection, connected
 from rabbit_tasks.declare import check
-from rabbit_tasks.errors import PublishError, RabbitTasksError, Refused, TopologyError
+from rabbit_tasks.errors import PublishError, RabbitTasksError, Refused, TopologyError, Unroutable
 from rabbit_tasks.frames import properties_of
 from rabbit_tasks.migration import migrate
 from rabbit_tasks.pour import WINDOW, Pour
@@ -285,6 +285,34 @@ async def test_retries_that_are_due_meanwhile_arrive(
     assert found <= set(range(count))
 
 
+# --- what cannot be moved -----------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def pouring(
+    settings: Settings, change: Callable[[Properties], Properties] = lambda given: given
+) -> AsyncIterator[tuple[Pour, Connection, Connection]]:
+    """From `from` to `to`, on two connections."""
+    async with (
+        connected(settings, "test") as consuming,
+        connected(settings, "test") as publishing,
+        Pour(consuming, publishing, "from", "to", change=change, patience=5) as pour,
+    ):
+        yield pour, consuming, publishing
+
+
+async def whole(pour: Pour, count: int, connection: Connection) -> None:
+    while not pour.is_empty or await depth(connection, "to") < count:
+        await pour.flow()
+
+
+async def came_back(connection: Connection, count: int) -> None:
+    async def is_back() -> bool:
+        return await depth(connection, "from") == count
+
+    await eventually(is_back)
+
+
 async def test_what_is_refused_stays_where_it_was(
     connection: Connection, publisher: Publisher, settings: Settings
 ) -> None:
@@ -292,24 +320,105 @@ async def test_what_is_refused_stays_where_it_was(
     await make(connection, "to", {"x-max-length": 5, "x-overflow": "reject-publish"})
     await fill(publisher, "from", 20)
 
-    async def pour() -> None:
-        async with (
-            connected(settings, "test") as other,
-            Pour(connection, other, "from", "to", change=lambda given: given) as pouring,
-        ):
-            while True:
-                await pouring.flow()
-
     with pytest.raises(Refused, match="queue 'to': refused"):
-        await pour()
+        async with pouring(settings) as (pour, _, _):
+            await whole(pour, 20, connection)
     moved = await numbers(connection, "to")
     assert moved == list(range(5))
-
-    async def is_back() -> bool:
-        return await depth(connection, "from") == 15
-
-    await eventually(is_back)
+    await came_back(connection, 15)
     assert await numbers(connection, "from") == list(range(5, 20))
+
+
+async def test_one_that_no_frame_holds_stays_and_none_behind_it_is_there_twice(
+    connection: Connection, publisher: Publisher, settings: Settings
+) -> None:
+    def change(given: Properties) -> Properties:
+        return given.replace({"h": "x" * 200_000}) if given.text("message_id") == "7" else given
+
+    await make(connection, "from")
+    await make(connection, "to")
+    await fill(publisher, "from", 20)
+    with pytest.raises(Refused, match="queue 'to': properties and headers take 200"):
+        async with pouring(settings, change) as (pour, _, _):
+            await whole(pour, 20, connection)
+    moved = await numbers(connection, "to")
+    await came_back(connection, 20 - len(moved))
+    left = await numbers(connection, "from")
+    assert 7 in left
+    assert set(range(7)) <= set(moved)
+    assert sorted(moved + left) == list(range(20))
+
+
+async def test_where_the_target_goes_what_it_had_is_not_taken_out_of_the_source(
+    connection: Connection, publisher: Publisher, settings: Settings
+) -> None:
+    await make(connection, "from")
+    await make(connection, "to")
+    await fill(publisher, "from", 20)
+
+    async def lose() -> None:
+        channel = await connection.open()
+        async with pouring(settings) as (pour, _, _):
+            pour.acks_from = asyncio.get_running_loop().time() + 1
+            while await depth(connection, "to") < 20:
+                await pour.flow()
+            await channel.queue_delete("to")
+            await publisher.send("", "from", b"20", Properties.of())
+            while True:
+                await pour.flow()
+
+    with pytest.raises(Unroutable, match="there is no queue 'to' any more"):
+        await lose()
+    await came_back(connection, 21)
+    assert await numbers(connection, "from") == list(range(21))
+
+
+@pytest.mark.parametrize("which", ["consuming", "publishing"])
+async def test_a_connection_that_is_lost_in_the_middle_loses_no_message(
+    which: str, connection: Connection, publisher: Publisher, settings: Settings
+) -> None:
+    count = 20 * WINDOW
+    await make(connection, "from")
+    await make(connection, "to")
+    await publisher.publish_many("from", [str(i) for i in range(count)])
+
+    async def lose() -> None:
+        async with pouring(settings) as (pour, consuming, publishing):
+            while await depth(connection, "to") < 3 * WINDOW:
+                await pour.flow()
+            {"consuming": consuming, "publishing": publishing}[which].abort()
+            await whole(pour, count, connection)
+
+    with pytest.raises(LOST):
+        await lose()
+    async with pouring(settings) as (pour, _, _):
+        while not (pour.is_empty and pour.idle > 0.5):
+            await pour.flow()
+    assert await depth(connection, "from") == 0
+    found = await numbers(connection, "to")
+    assert set(found) == set(range(count))
+    assert len(found) <= count + WINDOW
+
+
+@pytest.mark.parametrize("message_id", [None, "one", "ä" * 120])
+async def test_order_is_kept_whatever_the_ids_and_the_sizes(
+    message_id: str | None, connection: Connection, publisher: Publisher, settings: Settings
+) -> None:
+    await make(connection, "from")
+    await make(connection, "to")
+    given = Properties.of(message_id=message_id)
+    bodies = [
+        str(i).encode().ljust(3_000_000 if i % 10 == 9 else 300_000 if i % 10 == 4 else 9)
+        for i in range(2 * WINDOW)
+    ]
+    for body in bodies:
+        await publisher.send("", "from", body, given)
+    async with pouring(settings) as (pour, _, _):
+        await whole(pour, len(bodies), connection)
+    found = await all_of(connection, "to")
+    assert [one.body for one in found] == bodies
+    assert {one.properties.encode() for one in found} == {given.encode()}
+    assert await depth(connection, "from") == 0
 
 
 # --- what it refuses ----------------------------------------------------------------------------

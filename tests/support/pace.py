@@ -23,7 +23,7 @@ class Pace:
 
     async def measure(self, connection: Connection) -> None:
         loop = asyncio.get_running_loop()
-        channel = await connection.open(confirms=True)
+        channel = await connection.open()
 
         async def back(message: Any) -> None:
             self.worst = max(self.worst, loop.time() - float(message.body) - _DELAY)
