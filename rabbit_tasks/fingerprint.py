@@ -92,7 +92,7 @@ def _functions(error: BaseException) -> list[str]:
     frames: list[FrameType] = []
     step = error.__traceback__
     while step is not None:
-        if _module(step.tb_frame) in _AROUND:
+        if is_around(step.tb_frame):
             frames = []
         else:
             frames.append(step.tb_frame)
@@ -104,6 +104,11 @@ def _functions(error: BaseException) -> list[str]:
         if len(found) == FRAMES:
             break
     return list(found)
+
+
+def is_around(frame: FrameType) -> bool:
+    """Whether it is ours, between the worker and the handler."""
+    return _module(frame) in _AROUND
 
 
 def _module(frame: FrameType) -> str:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from types import TracebackType
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -104,10 +105,19 @@ def _stack(error: BaseException) -> str:
     # traceback survives an exception's own __str__, but neither every other attribute of a class
     # that we do not know nor groups that nest deeper than our stack.
     try:
-        told = traceback.TracebackException(type(error), error, error.__traceback__, compact=True)
+        steps = _theirs(error.__traceback__)
+        told = traceback.TracebackException(type(error), error, steps, compact=True)
         return "".join(told.format())
     except BaseException as broken:
         return f"<no stack trace: formatting it raised {type(broken).__name__}>"
+
+
+def _theirs(steps: TracebackType | None) -> TracebackType | None:
+    """A traceback without our own way to the handler, which is always the same, and dear to show."""
+    step = steps
+    while step is not None and fingerprints.is_around(step.tb_frame):
+        step = step.tb_next
+    return step or steps
 
 
 def _careful(redact: Callable[[str], str]) -> Callable[[str], str]:

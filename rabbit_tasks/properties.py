@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import lru_cache
+from itertools import chain
 from typing import Any, Final
 
 FRAME_OVERHEAD: Final = 8
@@ -52,6 +53,7 @@ _PREFIXED: Final = frozenset(b"SxAF")
 _NUMBERS: Final = {"b": ">b", "B": ">B", "s": ">h", "u": ">H", "I": ">i", "i": ">I", "l": ">q",
                    "L": ">Q", "f": ">f", "d": ">d"}  # fmt: skip
 
+_tagged: Final = struct.Struct(">cI").pack
 _LENGTHS: Final = tuple(bytes([size]) for size in range(256))
 
 Table = list[tuple[bytes, bytes]]
@@ -142,7 +144,10 @@ class Properties:
 
     def header(self, name: str) -> Any:
         """One header's value, or None where it is absent (or null)."""
-        wanted = _short(name, "header name")
+        wanted = _key(name, "header name")
+        # Most messages have none of ours, and foreign ones are not to cost anything.
+        if wanted not in self.raw("headers"):
+            return None
         for key, value in self.table:
             if key == wanted:
                 return _read(value)
@@ -190,7 +195,7 @@ class Properties:
 
     def without(self, *headers: str) -> Properties:
         """A copy without these headers, and without a table where that leaves none in it."""
-        gone = {_short(name, "header name") for name in headers}
+        gone = {_key(name, "header name") for name in headers}
         kept = [entry for entry in self.table if entry[0] not in gone]
         fields = {name: raw for name, raw in self._fields.items() if name != "headers"}
         if kept:
@@ -342,6 +347,11 @@ def _short(value: str, what: str) -> bytes:
     return _LENGTHS[size] + raw
 
 
+@lru_cache(4096)
+def _key(name: str, what: str) -> bytes:
+    return _short(name, what)
+
+
 def _utf8(value: str, what: str) -> bytes:
     if not isinstance(value, str):
         raise ValueError(f"{what} is {value!r}, not text")
@@ -364,9 +374,9 @@ def _entries(headers: Mapping[str, Any], what: str = "header") -> Table:
     named = f"{what} name"
     return [
         (
-            _short(key, named),
+            _key(key, named),
             # What most are, at a third of the price.
-            _long(b"S", value.encode())
+            _tagged(b"S", len(value)) + value.encode()
             if type(value) is str and value.isascii()
             else _write(value, f"{what} {key}"),
         )
@@ -375,7 +385,7 @@ def _entries(headers: Mapping[str, Any], what: str = "header") -> Table:
 
 
 def _pack_table(entries: Table) -> bytes:
-    body = b"".join(key + value for key, value in entries)
+    body = b"".join(chain.from_iterable(entries))
     return len(body).to_bytes(4, "big") + body
 
 
@@ -414,7 +424,7 @@ def _write(value: Any, what: str) -> bytes:
 
 
 def _long(tag: bytes, raw: bytes) -> bytes:
-    return tag + len(raw).to_bytes(4, "big") + raw
+    return _tagged(tag, len(raw)) + raw
 
 
 def _decimal(value: Decimal, what: str) -> bytes:

@@ -465,13 +465,14 @@ def _stencil(
 ) -> Stencil:
     if not headers and not properties:
         return _plain(content_type)
-    foreign = {
-        name: value
-        for name, value in (headers or {}).items()
-        if not str(name).startswith("x-") or not (name in OURS or is_brokers(name))
-    }
+    foreign = {name: value for name, value in (headers or {}).items() if not _is_left_out(name)}
     given = {"content_type": content_type, **properties}
     return Stencil(Properties.of(foreign, **given, delivery_mode=2))
+
+
+@lru_cache(4096)
+def _is_left_out(name: str) -> bool:
+    return str(name).startswith("x-") and (name in OURS or is_brokers(name))
 
 
 @lru_cache(16)

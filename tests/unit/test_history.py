@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from rabbit_tasks import Parked, RetryAfter, fingerprint, history
+from rabbit_tasks import Consumer, Message, Parked, RetryAfter, fingerprint, history
 from rabbit_tasks import message as names
 from rabbit_tasks.errors import MalformedBody
 from rabbit_tasks.history import FailedElsewhere, Failure, failure_of
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.testing import perform
 from rabbit_tasks.text import cut, one_line
 from tests.support.tables import VALUES, of_table
 
@@ -195,6 +196,48 @@ def test_a_stack_trace_tells_the_causes_and_the_members_of_a_group() -> None:
     stack = failure_of(raised(error)).stack
     for part in ("direct cause", "several", "KeyError: 'inner'", "outer", "a note", "in raised"):
         assert part in stack
+
+
+class Failing(Consumer[str]):
+    queue = "q"
+
+    async def handle(self, body: str, message: Message) -> None:
+        raise ValueError(body)
+
+
+class FailingInAThread(Failing):
+    def handle(self, body: str, message: Message) -> None:  # type: ignore[override]
+        raise ValueError(body)
+
+
+class TooSlow(Failing):
+    timeout = timedelta(milliseconds=1)
+
+    async def handle(self, body: str, message: Message) -> None:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("consumer", [Failing(), FailingInAThread()])
+async def test_a_stack_trace_begins_with_the_handler(consumer: Failing) -> None:
+    outcome = await perform(consumer, "no")
+    assert isinstance(outcome, RetryAfter)
+    assert outcome.error is not None
+    head, first, line, *_, last = failure_of(outcome.error).stack.splitlines()
+    assert head == "Traceback (most recent call last):"
+    assert first.startswith(f'  File "{__file__}"')
+    assert first.endswith("in handle")
+    assert line.strip() == "raise ValueError(body)"
+    assert last == "ValueError: no"
+
+
+async def test_a_stack_trace_that_is_ours_alone_is_told_as_it_is() -> None:
+    outcome = await perform(TooSlow(), "")
+    assert isinstance(outcome, RetryAfter)
+    assert outcome.error is not None
+    stack = failure_of(outcome.error).stack
+    before, _, ours = stack.rpartition("direct cause")
+    assert "in handle" in before
+    assert "handler.py" in ours
 
 
 def test_logs_get_the_codes_of_a_body_and_headers_its_text() -> None:
