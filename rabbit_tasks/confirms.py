@@ -240,18 +240,18 @@ class Confirms:
         No other of its mark may be without an answer: a returned message is known by nothing else.
         """
         number, body, properties = self._number, letter.body, letter.properties
-        parts: list[bytes | memoryview] = [
+        parts = [
             _frame(METHOD, number, len(letter.head)), letter.head, _END,
             _header(HEADER, number, 12 + len(properties), _CONTENT, len(body)), properties, _END,
         ]  # fmt: skip
         if 0 < len(body) <= self._largest:
             parts += [_frame(BODY, number, len(body)), body, _END]
-        elif body:
+        self._connection.write(b"".join(parts))
+        if len(body) > self._largest:
             view = memoryview(body)
             for at in range(0, len(body), self._largest):
                 piece = view[at : at + self._largest]
-                parts += [_frame(BODY, number, len(piece)), piece, _END]
-        self._connection.write(b"".join(parts))
+                self._connection.write(b"".join((_frame(BODY, number, len(piece)), piece, _END)))
         self._tag += 1
         self._sent[self._tag] = sent = Sent(letter, told)
         if letter.mark:

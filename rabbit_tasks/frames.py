@@ -44,6 +44,8 @@ _SIP: Final = 8.0
 _SIP_BYTES: Final = 5 * 2**18
 """Enough for the broker's writer to be told of room (Linux waits until a third of its buffer is free),
 beside the largest message so far."""
+_ENOUGH: Final = 2**16
+"""Bytes that go out at once: a large message is not to be in memory twice, beside its own frames."""
 _TUNE: Final = b"\x00\x0a\x00\x1e"
 _CLOSE: Final = b"\x00\x0a\x00\x32"
 _BLOCKED: Final = b"\x00\x0a\x00\x3c"
@@ -109,7 +111,7 @@ class Frames(TransportFactory):
         return reader, self._writer
 
     def write(self, frames: bytes) -> None:
-        """Send whole frames, together with all that is written in this turn of the event loop.
+        """Send whole frames, together with what else is written in this turn of the event loop.
 
         The library's own frames go beside them. Without effect where the connection is gone.
         """
@@ -117,10 +119,12 @@ class Frames(TransportFactory):
             self._call_soon(self._flush)
         self._unwritten.append(frames)
         self._unwritten_bytes += len(frames)
+        if self._unwritten_bytes > _ENOUGH:
+            self._flush()
 
     def _flush(self) -> None:
         parts, self._unwritten, self._unwritten_bytes = self._unwritten, [], 0
-        if self._writer is not None and self.is_writable:
+        if parts and self._writer is not None and self.is_writable:
             self._writer.write(b"".join(parts))
 
     @property
@@ -170,7 +174,10 @@ class _Cutter(asyncio.StreamReaderProtocol):
         self._reader = reader
         self._time = loop.time
         self._call_soon, self._call_later = loop.call_soon, loop.call_later
-        self._rest = b""
+        self._rest: list[bytes] = []
+        """What is here of a frame that is not."""
+        self._missing = 0
+        """Bytes of it, as far as is known."""
         self._fed_at = 0.0
         self._held: asyncio.TimerHandle | None = None
         self._held_since = 0.0
@@ -188,8 +195,11 @@ class _Cutter(asyncio.StreamReaderProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._rest:
-            data = self._rest + data
-        at, size, taps, fed = 0, len(data), self._taps, False
+            self._rest.append(data)
+            self._missing -= len(data)
+            # (A large frame comes in as many reads as the network likes, and is joined once.)
+            data = b"".join(self._rest) if self._missing <= 0 else b""
+        at, end, size, taps, fed = 0, 0, len(data), self._taps, False
         while size - at >= 8 and (self._held is None or self._sip > 0):
             if data[at] > 8:  # not AMQP 0-9-1: the library says so by the first bytes
                 self._reader.feed_data(data[at:])
@@ -207,7 +217,10 @@ class _Cutter(asyncio.StreamReaderProtocol):
                 if self._sip <= 0:
                     self.transport.pause_reading()
             at = end
-        self._rest = data[at:]
+        if at < size:
+            self._rest, self._missing = [data[at:]], end - size
+        elif self._rest and self._missing <= 0:
+            self._rest = []
         if fed:
             self._fed_at = self._time()
         elif self._taps and self._time() - self._fed_at > _STILL:
