@@ -4,7 +4,7 @@ python -m bench                                 every measure, five rounds
 python -m bench quick                           every measure in under three minutes
 python -m bench check                           exit 1 where one is far from its goal, and which
 python -m bench drain-64 latency --rounds 9     some of them
-python -m bench --against aiormq,celery         beside whom; peers: pip install '.[bench]'
+python -m bench --against aiormq,celery         beside whom. All of them: pip install '.[bench]'
 python -m bench growth --most 1000000           what a message costs beside many others, or large ones
 python -m bench profile drain-64                where the CPU time of rabbit_tasks goes
 

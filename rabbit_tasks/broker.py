@@ -1,6 +1,6 @@
 """The broker: connect to it.
 
-What depends on how aio-pika 10.2 and aiormq 7.2 behave stands here and in frames.py.
+What depends on how aiormq 7.2 behaves stands here and in frames.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any, Final, TypeVar
 
-import aio_pika
 import aiormq.exceptions as amqp
-from aio_pika.connection import make_url
 from aiormq.channel import Channel
 from aiormq.connection import Connection as Transport
+from yarl import URL
 
 from rabbit_tasks.errors import ConnectError
 from rabbit_tasks.frames import Frames, Tap
@@ -79,24 +78,38 @@ def permit(vhost: str, user: str) -> str:
     )
 
 
-class Connection(aio_pika.Connection):
+class Connection:
     """A plain connection whose deliveries keep their properties as bytes.
 
     on_blocked  called with True when the broker begins to hold publishers back, with False when it
                 takes messages again
     """
 
-    def __init__(self, *args: Any, ip: str | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.address: Address | None = None
-        self.settings: Settings | None = None
+    def __init__(self, settings: Settings, address: Address, ip: str) -> None:
+        self.settings = settings
+        self.address = address
         self.on_blocked: Callable[[bool], None] = lambda _: None
         self.free_since = 0.0
         """When, by the loop's clock, the broker took messages again that it had held back."""
         self._blocked_at: float | None = None
         self._frames = Frames(ip)
         self._frames.on_blocked = self._tell_blocked
-        self.kwargs["transport_factory"] = self._frames
+        self._transport: Transport | None = None
+
+    async def connect(self, tls: ssl.SSLContext | None, client_properties: dict[str, Any]) -> None:
+        """Connect, log in, and open the virtual host; without a limit of time."""
+        address, heartbeat = self.address, int(self.settings.heartbeat.total_seconds())
+        transport = Transport(
+            URL.build(
+                scheme="amqps" if address.tls else "amqp", host=address.host, port=address.port,
+                user=address.user, password=address.password, path=f"/{address.vhost}",
+                query={"heartbeat": heartbeat},
+            ),
+            context=tls, client_properties=client_properties, transport_factory=self._frames,
+        )  # fmt: skip
+        await transport.connect()
+        await transport.connected.wait()
+        self._transport = transport
 
     @property
     def close_reason(self) -> tuple[int, str] | None:
@@ -105,24 +118,23 @@ class Connection(aio_pika.Connection):
 
     @property
     def vhost(self) -> str:
-        return self.address.vhost if self.address else "/"
+        return self.address.vhost
 
     @property
     def permit(self) -> str:
         """What gives our user the permissions in our virtual host that it lacks."""
-        return permit(self.vhost, self.address.user if self.address else "guest")
+        return permit(self.vhost, self.address.user)
 
     @property
     def _amqp(self) -> Transport:
-        if self.transport is None:
+        if self._transport is None:
             raise amqp.ChannelInvalidStateError("connection closed")
-        assert isinstance(self.transport.connection, Transport)
-        return self.transport.connection
+        return self._transport
 
     @property
     def is_lost(self) -> bool:
-        """Whether the connection is gone (aio-pika's own `is_closed` stays False on loss)."""
-        return self.transport is None or self._amqp.is_closed
+        """Whether the connection is gone, or was never there."""
+        return self._transport is None or self._transport.is_closed
 
     @property
     def frame_max(self) -> int:
@@ -196,8 +208,11 @@ class Connection(aio_pika.Connection):
 
     async def end(self, within: float = CLOSE_TIMEOUT) -> None:
         """Close; a broker that does not answer within so many seconds loses its socket."""
+        transport, self._transport = self._transport, None
+        if transport is None:
+            return
         # In a task of its own: the library waits for 2 s more where it is cancelled, for an answer.
-        closing = asyncio.create_task(self.close())
+        closing = asyncio.create_task(transport.close(amqp.ConnectionClosed))
         closing.add_done_callback(_seen)
         try:
             await asyncio.wait([closing], timeout=within)
@@ -208,7 +223,6 @@ class Connection(aio_pika.Connection):
 
     async def another(self, purpose: str) -> Connection:
         """One more connection, made as this one was: for what must not hold this one up."""
-        assert self.settings is not None
         return await connect(self.settings, purpose)
 
     def hold(self, *, held: bool) -> None:
@@ -334,25 +348,9 @@ async def _connect(
     share: float,
     told: Mapping[str, str],
 ) -> Connection:
-    connection = Connection(
-        make_url(
-            host=address.host,
-            port=address.port,
-            login=address.user,
-            password=address.password,
-            virtualhost=address.vhost,
-            ssl=address.tls,
-            heartbeat=int(settings.heartbeat.total_seconds()),
-        ),
-        ssl_context=tls,
-        client_properties={
-            **told, "connection_name": f"rabbit-tasks {purpose}", "product": "rabbit_tasks",
-        },
-        ip=ip,
-    )  # fmt: skip
-    connection.address = address
-    connection.settings = settings
-    handshake = asyncio.create_task(connection.connect())
+    connection = Connection(settings, address, ip)
+    properties = {**told, "connection_name": f"rabbit-tasks {purpose}", "product": "rabbit_tasks"}
+    handshake = asyncio.create_task(connection.connect(tls, properties))
     handshake.add_done_callback(_seen)
     is_in = False
     try:

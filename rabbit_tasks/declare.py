@@ -175,7 +175,7 @@ async def _compare_exchange(questions: Questions, exchange: Exchange) -> list[Di
     if refusal is None:
         return []
     connection = questions.connection
-    host, vhost = connection.address.host if connection.address else "HOST", connection.vhost
+    host, vhost = connection.address.host, connection.vhost
     path = f"{quote(vhost, safe='')}/{quote(exchange.name, safe='')}"
     remedy = (
         "it cannot be changed in place: delete it on the management page (or curl -u USER -X DELETE "

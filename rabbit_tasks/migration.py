@@ -565,7 +565,7 @@ class _Run:
             self.migrated.back = done
             self._told("back", done, max(total, done))
 
-        user = self._publishing.address.user if self._publishing.address else ""
+        user = self._publishing.address.user
 
         def change(properties: Properties) -> Properties:
             kept = _kept(properties)

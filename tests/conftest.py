@@ -36,9 +36,7 @@ def logs_as_before() -> Iterator[None]:
     """What a command that ran in this process made of the logs ends with its test."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
-    levels = {
-        name: logging.getLogger(name).level for name in ("aiormq", "aio_pika", "rabbit_tasks")
-    }
+    levels = {name: logging.getLogger(name).level for name in ("aiormq", "rabbit_tasks")}
     yield
     root.handlers[:] = handlers
     root.setLevel(level)

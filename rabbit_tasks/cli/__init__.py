@@ -188,9 +188,8 @@ def command() -> NoReturn:
     """What was typed, to its end: SystemExit with its code."""
     try:
         load(sys.argv[1:])
-        # Or else Python prints what the client libraries say of a refused connection, beside our line.
-        for name in ("aiormq", "aio_pika"):
-            logging.getLogger(name).addHandler(logging.NullHandler())
+        # Or else Python prints what the client library says of a refused connection, beside our line.
+        logging.getLogger("aiormq").addHandler(logging.NullHandler())
         whole = typer.main.get_command(cli)
         _refuse_empty_values(whole)
         whole(prog_name="rabbit-tasks")

@@ -51,15 +51,14 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(form: Format, level: str, *, several: bool = False) -> None:
-    """Log to stderr, which `several` processes may share. What the client libraries say of lost
+    """Log to stderr, which `several` processes may share. What the client library says of lost
     connections is left out: we say it."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter(several=several))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     if level.upper() != "DEBUG":
-        for name in ("aiormq", "aio_pika"):
-            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        logging.getLogger("aiormq").setLevel(logging.CRITICAL + 1)
     # Logger `asyncio` stays as loud as ours: "Task exception was never retrieved" is how one hears of
-    # a task that a handler started and forgot. (The client libraries' own we retrieve ourselves.)
+    # a task that a handler started and forgot. (The client library's own we retrieve ourselves.)
     # And a warning, such as of a coroutine that was never awaited, is a log line like any other.
     logging.captureWarnings(True)

@@ -17,7 +17,7 @@ EXPIRES_SOON: Final = timedelta(days=30)
 SLOW_HEARTBEAT: Final = timedelta(minutes=1)
 SMALL_FRAME: Final = 131_072
 """What every version comes with; headers with an error and a stack trace are made to fit it."""
-TOLD_CLIENTS: Final = ("aio-pika", "aiormq", "pamqp", "pydantic")
+TOLD_CLIENTS: Final = ("aiormq", "pamqp", "pydantic")
 
 
 def of_clients(clients: Clients) -> Iterator[Row]:

@@ -276,7 +276,7 @@ async def import_from(
     parking = ParkingQueue.of(queue)
     connection = await publisher.connect()
     await refuse_main(connection, parking)
-    user = connection.address.user if connection.address else None
+    user = connection.address.user
     for chunk in _chunks(messages):
         sent: list[tuple[int, asyncio.Task[None]]] = []
         for line, message in chunk:

@@ -39,6 +39,7 @@ from rabbit_tasks import worker as worker_module
 from rabbit_tasks.errors import ConnectError
 from rabbit_tasks.frames import BODY, HEADER, METHOD, Tap
 from rabbit_tasks.properties import Properties
+from rabbit_tasks.settings import Address
 from rabbit_tasks.topology import PARKING_LOT, parked_queue, topology_of
 from rabbit_tasks.worker import Worker
 
@@ -441,7 +442,7 @@ class Line:
     free_since = 0.0
     unsent = 0
     close_reason = None
-    address = None
+    address = Address("imagined", 5672, "guest", "guest", "/", tls=False)
 
     def __init__(self, process: Process) -> None:
         self.process = process

@@ -20,8 +20,8 @@ NOW = datetime(2026, 12, 1, tzinfo=UTC)
 ABC = frozenset({"rabbit@a", "rabbit@b", "rabbit@c"})
 AB = frozenset({"rabbit@a", "rabbit@b"})
 CLIENTS = Clients(
-    asked=("aio-pika<11,>=10.2", "aiormq<8,>=7.2"),
-    installed={"aio-pika": "10.2.1", "aiormq": "7.2.4"},
+    asked=("aiormq<8,>=7.2", "pamqp<5,>=4"),
+    installed={"aiormq": "7.2.4", "pamqp": "4.0.1"},
     made_for="7.2",
 )
 HERE = Listener(

@@ -26,7 +26,7 @@ FLOORS = [
     {"confirms"},
     {"handler", "isolation", "broker", "repeats", "management"},
     {"frames", "process"},
-    # ----- nothing below imports aio_pika -----
+    # ----- nothing below imports aiormq -----
     {"app", "policies", "drawing", "exports", "rights"},
     {"stale"},
     {"topology", "observer", "history", "timeouts"},
@@ -37,7 +37,7 @@ FLOORS = [
 PURE = {"errors", "message", "properties", "durations", "retry", "consumer", "topology", "settings",
         "observer", "app", "history", "text", "timeouts", "fingerprint",
         "drawing", "exports", "policies", "rights", "stale"}  # fmt: skip
-AMQP = {"aio_pika", "aiormq", "pamqp"}
+AMQP = {"aiormq", "pamqp", "yarl"}
 TYPER = {"typer", "rich", "click"}
 
 NAMES = [
@@ -131,7 +131,7 @@ def test_the_public_names_are_these() -> None:
 
 
 LOADED = "import sys, {0}; print([m for m in {1} if m in sys.modules])"
-HEAVY = ["aio_pika", "aiormq", "pydantic_settings", "rich"]
+HEAVY = ["aiormq", "pydantic_settings", "rich"]
 
 
 def run(*arguments: str) -> str:
@@ -155,14 +155,14 @@ APP = ["--app", "rabbit_tasks.demo:app"]
 @pytest.mark.parametrize(
     ("command", "unused"),
     [
-        (["--version"], ["aio_pika", "aiormq", "pydantic_settings", "rich.table", "tenacity"]),
+        (["--version"], ["aiormq", "pydantic_settings", "rich.table", "tenacity"]),
         (["--help"], ["aiormq", "pydantic", "asyncio", "tenacity"]),
         (["parked", "list", "--help"], ["aiormq", "pydantic_settings", "tenacity"]),
         (
             ["work", "--help"],
             ["aiormq", "pydantic_settings", "asyncio", "rabbit_tasks.cli.topology"],
         ),
-        ([*APP, "topology", "show"], ["aio_pika", "aiormq", "rabbit_tasks.worker", "tenacity"]),
+        ([*APP, "topology", "show"], ["aiormq", "rabbit_tasks.worker", "tenacity"]),
     ],
 )
 def test_a_command_loads_only_what_it_needs(command: list[str], unused: list[str]) -> None:
