@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -9,8 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Self, TypedDict, Unpack
 from urllib.parse import unquote, urlsplit
 
-from pydantic import BeforeValidator, Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from rabbit_tasks.durations import duration_of
 from rabbit_tasks.errors import ConfigurationError
@@ -65,7 +65,7 @@ class _Values(TypedDict, total=False):
     management_url: str | None
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """Read from the environment, `RABBIT_TASKS_<NAME>`, where not given as an argument or None.
 
     url                 the broker, or several nodes of it separated by commas, tried in an order
@@ -95,9 +95,7 @@ class Settings(BaseSettings):
     naming the variable, and never shows a password.
     """
 
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, frozen=True, extra="forbid", hide_input_in_errors=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     url: Annotated[str, Field(repr=False)] = DEFAULT_URL
     user: str | None = None
@@ -122,7 +120,7 @@ class Settings(BaseSettings):
     def __init__(self, **values: Unpack[_Values]) -> None:
         given: dict[str, Any] = {name: one for name, one in values.items() if one is not None}
         try:
-            super().__init__(**given)
+            super().__init__(**{**self._in_environment(), **given})
         except ValidationError as error:
             first = error.errors(include_input=False, include_url=False)[0]
             name = str(first["loc"][0]) if first["loc"] else "?"
@@ -130,6 +128,16 @@ class Settings(BaseSettings):
             raise ConfigurationError(f"{PREFIX}{name.upper()}: {text}") from None
         self.addresses()
         self.management_login()
+
+    @classmethod
+    def _in_environment(cls) -> dict[str, str]:
+        """What its variables say, in capitals or not."""
+        names = {f"{PREFIX}{name.upper()}": name for name in cls.model_fields}
+        return {
+            names[variable.upper()]: text
+            for variable, text in os.environ.items()
+            if variable.upper() in names
+        }
 
     def changed(self, **values: Unpack[_Values]) -> Self:
         """These settings with other values put in."""

@@ -131,7 +131,7 @@ def test_the_public_names_are_these() -> None:
 
 
 LOADED = "import sys, {0}; print([m for m in {1} if m in sys.modules])"
-HEAVY = ["aiormq", "pydantic_settings", "rich"]
+HEAVY = ["aiormq", "pydantic", "rich"]
 
 
 def run(*arguments: str) -> str:
@@ -155,12 +155,12 @@ APP = ["--app", "rabbit_tasks.demo:app"]
 @pytest.mark.parametrize(
     ("command", "unused"),
     [
-        (["--version"], ["aiormq", "pydantic_settings", "rich.table", "tenacity"]),
+        (["--version"], ["aiormq", "rabbit_tasks.settings", "rich.table", "tenacity"]),
         (["--help"], ["aiormq", "pydantic", "asyncio", "tenacity"]),
-        (["parked", "list", "--help"], ["aiormq", "pydantic_settings", "tenacity"]),
+        (["parked", "list", "--help"], ["aiormq", "rabbit_tasks.settings", "tenacity"]),
         (
             ["work", "--help"],
-            ["aiormq", "pydantic_settings", "asyncio", "rabbit_tasks.cli.topology"],
+            ["aiormq", "rabbit_tasks.settings", "asyncio", "rabbit_tasks.cli.topology"],
         ),
         ([*APP, "topology", "show"], ["aiormq", "rabbit_tasks.worker", "tenacity"]),
     ],

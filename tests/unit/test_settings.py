@@ -206,6 +206,23 @@ def test_none_is_as_if_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Settings(grace=9).changed(grace=None).grace == timedelta(seconds=9)
 
 
+def test_every_setting_has_a_variable_in_capitals_or_not_and_gives_way_to_an_argument(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As text that is read as its type; what else is called RABBIT_TASKS_… is not ours to judge."""
+    given = {"tls_ca": Path("ca.pem"), "tls_check_host": False, "error_stack": False,
+             "heartbeat": timedelta(minutes=1), "worker_name": "7", "grace": timedelta()}  # fmt: skip
+    texts = {"tls_ca": "ca.pem", "TLS_CHECK_HOST": "0", "error_stack": "false", "Heartbeat": "1m",
+             "WORKER_NAME": "7", "grace": "0"}  # fmt: skip
+    for name, text in texts.items():
+        variable = f"RABBIT_TASKS_{name}" if name.isupper() else f"rabbit_tasks_{name}"
+        monkeypatch.setenv(variable, text)
+    monkeypatch.setenv("RABBIT_TASKS_APP", "no:setting")
+    assert Settings().model_dump(include=set(given)) == given
+    assert Settings(worker_name="eight", grace=1).model_fields_set == set(given)
+    assert Settings(worker_name="eight", grace=1).worker_name == "eight"
+
+
 def test_a_bad_variable_of_the_environment_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RABBIT_TASKS_GRACE", "soon")
     with pytest.raises(ConfigurationError, match="RABBIT_TASKS_GRACE: 'soon' is no duration; "):
