@@ -60,6 +60,7 @@ cli = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes around help and errors take as long to load as all the rest
     context_settings={"help_option_names": list(HELP)},
 )
 

@@ -145,9 +145,10 @@ def chaos(
         ),
     ] = None,
 ) -> None:
-    """Lose nothing, proven on your broker: publish, work, SIGKILL workers, account for every task.
+    """Lose nothing, proven on your broker.
 
-    In queues of its own, rabbit-tasks-chaos.RUN.*, which it creates and removes.
+    Publish, work, SIGKILL workers, account for every task. In queues of its own,
+    rabbit-tasks-chaos.RUN.*, which it creates and removes.
 
     Exit 1 if a task is unaccounted for, or ran twice and nothing explains it.
     """

@@ -26,7 +26,10 @@ def demo(
         ),
     ] = None,
 ) -> None:  # fmt: skip
-    """Make thumbnails of images: declare, publish, work, retry, park, repair, replay."""
+    """Make thumbnails of images.
+
+    Declare, publish, work, retry, park, repair, replay.
+    """
     run(_demo(settings_of(context), folder))
 
 

@@ -17,7 +17,10 @@ def doctor(
     context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, one object per line.")] = False,
 ) -> None:
-    """Look at the broker and the app's queues: exit 1 where something is wrong."""
+    """Look at the broker and the app's queues.
+
+    Exit 1 where something is wrong.
+    """
     from rabbit_tasks.doctor import diagnose, examine, has_fault
 
     app = app_if_given(context.obj)

@@ -42,9 +42,9 @@ def migrate(
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Make a queue anew that cannot be changed in place, with all its messages; asks first.
+    """Make a queue anew, with its messages; asks first.
 
-    Run it again where it was stopped: it goes on.
+    For one that cannot be changed in place. Run it again where it was stopped: it goes on.
     """
     from rabbit_tasks.migration import refuse
 

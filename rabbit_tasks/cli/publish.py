@@ -44,7 +44,9 @@ def publish(
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A header, text; repeatable.")
     ] = None,
 ) -> None:
-    """Publish bodies, each confirmed by the broker; prints the message ids.
+    """Publish bodies, each confirmed by the broker.
+
+    Prints the message ids.
 
     Where the app is known and has a consumer of the queue, bodies are validated as its type, and
     for a consumer of text or bytes taken literally. Else they must be JSON. They are sent as given.

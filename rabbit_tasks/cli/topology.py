@@ -104,7 +104,10 @@ def export(
         typer.Option(help="k8s: of the objects.", show_default="left to kubectl"),
     ] = None,
 ) -> None:
-    """Write the lock file, topology/<app>.json; or the same for what else may create the queues."""
+    """Write the lock file, topology/<app>.json.
+
+    Or the same for what else may create the queues.
+    """
     from rabbit_tasks import exports
 
     app = app_of(context.obj)
@@ -171,7 +174,10 @@ def permissions(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """The least permissions that publishing, working, declaring and the parking lot need, each."""
+    """The least permissions that each task needs.
+
+    Publishing, working, declaring, and the parking lot.
+    """
     from rabbit_tasks.rights import rights
 
     app = app_of(context.obj)
@@ -196,7 +202,10 @@ def declare_command(
         ),
     ] = False,
 ) -> None:
-    """Create what is missing on the broker; change nothing that is there."""
+    """Create what is missing on the broker.
+
+    Changes nothing that is there.
+    """
     app = app_of(context.obj)
     settings = settings_of(context)
     if prune and not settings.management_url:
@@ -213,7 +222,10 @@ def declare_command(
 
 @topology.command("check")
 def check_command(context: typer.Context, as_json: Json = False) -> None:
-    """Compare the broker with the app: exit 1 where something is missing or different."""
+    """Compare the broker with the app.
+
+    Exit 1 where something is missing or different.
+    """
     app = app_of(context.obj)
     differences, warnings = run(_check(app, settings_of(context)))
     for warning in warnings:
@@ -237,10 +249,10 @@ def plan_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, one object per line.")] = False,
 ) -> None:
-    """Say what declare would do, and what stands in the way: exit 1 where there is anything to do.
+    """Say what declare would do, and what stands in the way.
 
-    Changes nothing. Bindings, policies and limits are told by the management API
-    (RABBIT_TASKS_MANAGEMENT_URL).
+    Exit 1 where there is anything to do. Changes nothing. Bindings, policies and limits are told by
+    the management API (RABBIT_TASKS_MANAGEMENT_URL).
     """
     app = app_of(context.obj)
     path = file or Path("topology") / f"{app.name}.json"

@@ -141,7 +141,7 @@ def lot(settings: Settings) -> Lot:
 def test_wrong_usage_is_exit_2_and_says_what(arguments: list[str], told: str, cli: Run) -> None:
     result = cli(*arguments)
     assert result.code == 2, result.err
-    assert told in " ".join(result.err.replace("│", " ").split())
+    assert told in " ".join(result.err.split())
     assert "s3cret" not in result.err
     assert result.out == ""
 
@@ -149,12 +149,14 @@ def test_wrong_usage_is_exit_2_and_says_what(arguments: list[str], told: str, cl
 def test_help_names_every_command_and_option(cli: Run) -> None:
     top = cli("--help")
     assert top.code == 0
-    told = " ".join(top.out.replace("│", " ").split())
+    told = " ".join(top.out.split())
     for word in ("topology", "work", "publish", "parked", "--app", "--url", "RABBIT_TASKS_APP",
                  "tool.rabbit_tasks", "Usage: rabbit-tasks"):  # fmt: skip
         assert word in told
-    for noun in (["parked"], ["topology"], ["parked", "replay"], ["publish"], ["work"]):
-        assert cli(*noun, "--help").code == 0
+    for noun in ([], ["parked"], ["topology"], ["parked", "replay"], ["publish"], ["work"]):
+        shown = cli(*noun, "--help")
+        assert shown.code == 0
+        assert "..." not in shown.out.replace("]...", "")  # no first sentence is cut off
     assert cli("--version").out.strip()
 
 

@@ -155,12 +155,12 @@ APP = ["--app", "rabbit_tasks.demo:app"]
 @pytest.mark.parametrize(
     ("command", "unused"),
     [
-        (["--version"], ["aiormq", "rabbit_tasks.settings", "rich.table", "tenacity"]),
-        (["--help"], ["aiormq", "pydantic", "asyncio", "tenacity"]),
-        (["parked", "list", "--help"], ["aiormq", "rabbit_tasks.settings", "tenacity"]),
+        (["--version"], ["aiormq", "rabbit_tasks.settings", "rich"]),
+        (["--help"], ["aiormq", "pydantic", "asyncio", "rich"]),
+        (["parked", "list", "--help"], ["aiormq", "rabbit_tasks.settings", "rich"]),
         (
             ["work", "--help"],
-            ["aiormq", "rabbit_tasks.settings", "asyncio", "rabbit_tasks.cli.topology"],
+            ["aiormq", "rabbit_tasks.settings", "asyncio", "rich", "rabbit_tasks.cli.topology"],
         ),
         ([*APP, "topology", "show"], ["aiormq", "rabbit_tasks.worker", "tenacity"]),
     ],

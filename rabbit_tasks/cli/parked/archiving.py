@@ -50,9 +50,10 @@ def export_command(
     ] = "-",
     foreign: Foreign = False,
 ) -> None:
-    """Write parked messages as JSON lines, whole: body, headers and properties. All stay parked.
+    """Write parked messages as JSON lines. All stay parked.
 
-    A file is there when all of it is there, and never in place of one that was there before.
+    Whole: body, headers and properties. A file is there when all of it is there, and never in place
+    of one that was there before.
     """
     parking = queue_of(queue, foreign)
     to_terminal = file == "-" and sys.stdout.isatty()
@@ -74,9 +75,10 @@ def import_command(
     foreign: Foreign = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Put exported messages into a parking queue that is there, in their order.
+    """Put exported messages into a parking queue.
 
-    Every line is read before the first message goes: where one is wrong, nothing is imported.
+    One that is there; in their order. Every line is read before the first message goes: where one is
+    wrong, nothing is imported.
     """
     from rabbit_tasks.parking.archive import Imported, read
 

@@ -35,7 +35,10 @@ def discard(
     dry_run: DryRun = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
-    """Remove parked messages for good; asks first, and then takes no others than it asked about."""
+    """Remove parked messages for good; asks first.
+
+    Takes no others then than it asked about.
+    """
     from rabbit_tasks.parking import Asked
 
     settings, parking = settings_of(context), queue_of(queue, foreign)

@@ -94,7 +94,10 @@ def list_command(
     foreign: Foreign = False,
     as_json: Json = False,
 ) -> None:
-    """List what is parked, oldest first; nothing is consumed or reordered."""
+    """List what is parked, oldest first.
+
+    Nothing is consumed or reordered.
+    """
     from rabbit_tasks.cli.parked.page import as_line, summary
 
     name = sort.removeprefix("-")
@@ -143,7 +146,10 @@ def groups(
     foreign: Foreign = False,
     as_json: Json = False,
 ) -> None:
-    """One row per kind of failure, the most frequent first: how many, since when, an example."""
+    """Count the kinds of failure, the most frequent first.
+
+    A row each: how many, since when, an example.
+    """
     from rabbit_tasks.cli.parked.page import as_line
     from rabbit_tasks.parking.groups import Groups
 
@@ -182,7 +188,10 @@ def show(
     foreign: Foreign = False,
     as_json: Json = False,
 ) -> None:
-    """Show one parked message: why, its error, its attempts, its headers, its body."""
+    """Show one parked message.
+
+    Why, its error, its attempts, its headers, its body.
+    """
     from rabbit_tasks.cli.parked.page import as_line, full, text_of
 
     parking = queue_of(queue, foreign)

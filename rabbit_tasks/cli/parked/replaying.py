@@ -87,10 +87,10 @@ def replay(
     ] = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Copy parked messages back to their main queue, with fresh attempts.
+    """Copy parked messages back to their main queue.
 
-    Ctrl-C ends it between two messages. Ended in any way, or killed, the same command goes on where it
-    stopped.
+    With fresh attempts. Ctrl-C ends it between two messages. Ended in any way, or killed, the same
+    command goes on where it stopped.
     """
     if resume:
         choice = replace(choice, limit=0)
