@@ -511,10 +511,10 @@ class Asking:
 async def taking(connection: Connection, queue: str | ParkingQueue) -> AsyncIterator[Taken]:
     """All that is parked in this queue, held for as long as the block runs."""
     parking = ParkingQueue.of(queue)
-    terms = await terms_of(connection, parking)
     lot = parking.name
     asking = Asking(connection, lot)
     with _explained(connection, lot):
+        terms = await terms_of(connection, parking)
         await _state(connection, lot)
         await asking.lock()
     try:

@@ -7,12 +7,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any
 
+import aiormq.exceptions as amqp
 import pytest
 
 from rabbit_tasks import App, Consumer, Message, Publisher, Settings, parking
 from rabbit_tasks.broker import Connection, connected
 from rabbit_tasks.errors import ConfigurationError, ParkingError
-from rabbit_tasks.parking import ParkingQueue
+from rabbit_tasks.parking import ParkingQueue, foreign
 from rabbit_tasks.parking.look import lock_of
 from rabbit_tasks.properties import Properties
 from tests.support.brokers import Broker
@@ -166,6 +167,21 @@ async def test_a_user_with_few_rights_looks_without_a_loss_or_is_told_before_any
     finally:
         broker.delete_user(user)
     assert await bodies(connection, queue) == NAMES
+
+
+@pytest.mark.parametrize(
+    "error", [TimeoutError(), amqp.ChannelInvalidStateError("gone"), amqp.DuplicateConsumerTag("a")]
+)
+async def test_what_goes_wrong_while_it_is_asked_how_to_look_is_told_in_one_line(
+    error: Exception, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fails(_: Connection) -> None:
+        raise error
+
+    monkeypatch.setattr(foreign, "may_publish", fails)
+    monkeypatch.setattr(foreign, "_judged", lambda *_: foreign.Terms(limit=1))
+    await make(connection, "dead.letters", QUORUM)
+    assert "dead.letters" in await refused(connection, "dead.letters")
 
 
 # --- what is none -------------------------------------------------------------------------------
