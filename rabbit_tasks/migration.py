@@ -53,6 +53,7 @@ SILENCE: Final = 2.0
 PATIENCE: Final = 10.0
 """Seconds to wait for that silence where nobody said how long."""
 _PAUSE: Final = 0.2
+_BRIEF: Final = 0.01
 _SETTLE: Final = 2.0
 """Seconds for what is on its way by retries or bindings to become less."""
 _FOR_EVER: Final = 2_147_483_647
@@ -556,8 +557,7 @@ class _Run:
         for one in found.bindings:
             await self._bind(name, one)
             await self._unbind(holding, one)
-        there = await declare.look(self._consuming, holding)
-        total, done = there[0] if there else 0, 0
+        total, done = await self._left_in(found), 0
 
         def told() -> None:
             nonlocal done
@@ -573,20 +573,35 @@ class _Run:
             self.migrated.unnamed += kept.get("user_id", user) != user
             return arriving(properties, user, keeps_deaths=found.queue.role == "parked")
 
-        async with Pour(
-            self._consuming, self._publishing, holding, name,
-            change=change, told=told, patience=self._patience,
-        ) as pour:  # fmt: skip
-            pour.acks_from = self._loop.time() + AGE
-            while True:
+        acks_from, left = self._loop.time() + AGE, total
+        while left:
+            async with Pour(
+                self._consuming, self._publishing, holding, name,
+                change=change, told=told, patience=self._patience,
+            ) as pour:  # fmt: skip
+                pour.acks_from = acks_from
                 while not (pour.is_empty and pour.idle >= _PAUSE):
                     await pour.flow()
-                if await declare.look(self._consuming, holding) == (0, 1):
-                    break
-                await pour.flow()
-            channel = await self._consuming.open()
-            await channel.queue_delete(holding, timeout=RPC_TIMEOUT)
-            await channel.close(timeout=RPC_TIMEOUT)
+            left = await self._left_in(found)
+        channel = await self._consuming.open()
+        await channel.queue_delete(holding, timeout=RPC_TIMEOUT)
+        await channel.close(timeout=RPC_TIMEOUT)
+
+    async def _left_in(self, found: Migration) -> int:
+        """Messages in the holding queue. Nobody consumes it: what it has given to somebody, and is on
+        its way or in his hands, is among them only when he has gone."""
+        deadline = self._loop.time() + PATIENCE
+        while there := await declare.look(self._consuming, found.holding):
+            ready, consumers = there
+            if not consumers:
+                return ready
+            if self._loop.time() > deadline:
+                raise TopologyError(
+                    f"{quoted(found.holding)}: {consumers} consumer(s) are attached; stop them and run "
+                    f"it again: {command(found.queue.name)}"
+                )
+            await asyncio.sleep(_BRIEF)
+        return 0
 
     async def _exchanges(self, found: Migration) -> None:
         """Those of the app that its bindings need."""

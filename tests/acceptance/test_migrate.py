@@ -15,12 +15,12 @@ from urllib.parse import quote
 
 import pytest
 
-from rabbit_tasks import Publisher, Settings, migration
+from rabbit_tasks import Publisher, Settings, declare, migration
 from rabbit_tasks.broker import LOST, Connection, connected
 from rabbit_tasks.declare import check
 from rabbit_tasks.errors import PublishError, RabbitTasksError, Refused, TopologyError, Unroutable
 from rabbit_tasks.frames import properties_of
-from rabbit_tasks.migration import migrate
+from rabbit_tasks.migration import holding_queue, migrate
 from rabbit_tasks.pour import WINDOW, Pour
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.topology import Topology
@@ -191,6 +191,58 @@ async def test_while_somebody_publishes_without_a_pause_the_queue_is_not_deleted
     assert "rabbit-tasks topology migrate letters --wait 10m" in str(refused.value)
     await migrate(settings, TOPOLOGY, "letters")
     assert Counter(await numbers(connection, "letters")) == Counter([*range(100), *confirmed])
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_a_queue_that_has_given_us_all_it_has_does_not_count_as_empty(
+    connection: Connection, publisher: Publisher, settings: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """None is ready from the moment at which the broker gives it to us, and we may not have it yet."""
+    await make(connection, "letters")
+    await fill(publisher, "letters", WINDOW + 10)
+    look, backs, looks = declare.look, 0, 0
+
+    async def look_amid(by: Connection, name: str) -> tuple[int, int] | None:
+        nonlocal looks
+        if backs == WINDOW and name == "letters.migrating":
+            looks += 1
+            if looks == 1:
+                return 0, 1
+        return await look(by, name)
+
+    def told(where: str, done: int, _total: int) -> None:
+        nonlocal backs
+        backs = done if where == "back" else 0
+
+    monkeypatch.setattr(migration, "AGE", 0.5)  # no ack, so nothing comes, for some time
+    monkeypatch.setattr(declare, "look", look_amid)
+    await migrate(settings, TOPOLOGY, "letters", told=told)
+    assert looks > 1
+    assert await numbers(connection, "letters") == list(range(WINDOW + 10))
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_what_somebody_has_in_hand_of_the_queue_where_messages_wait_is_waited_for(
+    connection: Connection, publisher: Publisher, settings: Settings
+) -> None:
+    await make(connection, "letters.migrating", holding_queue(TOPOLOGY, "letters").arguments)
+    await fill(publisher, "letters.migrating", 20)
+    channel = await connection.open()
+    held: list[Any] = []
+
+    async def on_message(message: Any) -> None:
+        held.append(message)
+
+    await channel.basic_qos(prefetch_count=5)
+    await channel.basic_consume("letters.migrating", on_message)
+    await eventually(lambda: len(held) == 5)
+    migrating = asyncio.create_task(migrate(settings, TOPOLOGY, "letters"))
+    done, _ = await asyncio.wait([migrating], timeout=1)
+    assert not done
+    await channel.close()
+    assert (await migrating).back == 20
+    assert sorted(await numbers(connection, "letters")) == list(range(20))
 
 
 @pytest.mark.usefixtures("hurried")
@@ -593,7 +645,7 @@ def test_without_the_management_api_it_wants_to_be_told_of_bindings(
 # --- killed -------------------------------------------------------------------------------------
 
 STEP = re.compile(
-    r"((before|after) (Queue\.(Declare|Delete|Bind|Unbind)|Basic\.(Publish|Ack|Cancel))|"
+    r"((before|half|after) (Queue\.(Declare|Delete|Bind|Unbind)|Basic\.(Publish|Ack|Cancel))|"
     r"read (Basic\.Ack|Queue\.(DeclareOk|DeleteOk|BindOk))) "
 )
 MESSAGES = WINDOW + 10
