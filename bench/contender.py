@@ -71,7 +71,7 @@ class Contender:
         raise Unsupported
 
     def retry(self, tally: Tally, slots: int) -> None:
-        """Fail every message once, have it back after DELAY_MS from the broker, and succeed."""
+        """Fail every message once, have it back after DELAY_MS, and succeed."""
         raise Unsupported
 
     def latency(self, times: Times) -> None:

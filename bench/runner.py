@@ -101,6 +101,8 @@ def _retry_delay(
     from bench.load import Feeder
     from bench.measure import DELAY_MS
 
+    if type(contender).fill is not Contender.fill:  # it reads none but its own
+        raise Unsupported
     tally.on_hit = Feeder(contender.url, contender.queue, count).another
     work(tally, 1)
     return {"p50": statistics.median(tally.waits[1:]) * 1e3 - DELAY_MS}

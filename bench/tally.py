@@ -9,8 +9,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 from bench.measure import SKIPPED
+
+REST: Final = 0.002
+"""Seconds between two messages whose latency is taken."""
 
 
 class Tally:
@@ -27,7 +31,7 @@ class Tally:
         self.waits: list[float] = []
         """Seconds from a failed attempt to the next one."""
         self._numbers = itertools.count(1)
-        self._failed_at: dict[str | None, float] = {}
+        self._failed_at: dict[object, float] = {}
         self._ring: Callable[[], None] = lambda: None
         self._wall = self._cpu = 0.0
 
@@ -50,6 +54,14 @@ class Tally:
     def again(self, message_id: str | None) -> None:
         """Its second attempt begins."""
         self.waits.append(time.perf_counter() - self._failed_at.pop(message_id))
+
+    def fail_once(self, number: object) -> None:
+        """For handlers that are not told which attempt it is: a message's first one raises."""
+        if number not in self._failed_at:
+            self._failed_at[number] = time.perf_counter()
+            raise ValueError("the first attempt fails")
+        self.waits.append(time.perf_counter() - self._failed_at.pop(number))
+        self.hit()
 
     async def wait(self) -> None:
         """Until all are handled."""
@@ -114,7 +126,7 @@ class Times:
     async def rest(self) -> None:
         """Until it was handled, and the queue idle again."""
         await self.seen.wait()
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(REST)
 
     def figures(self) -> dict[str, float]:
         seconds = self.seconds[max(1, len(self.seconds) // 20) :]  # (without the first, cold ones)

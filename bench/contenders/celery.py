@@ -1,4 +1,5 @@
-"""Celery: a worker with the pool of threads, late acks, a prefetch of one per thread."""
+"""Celery: a worker with the pool of threads, or with one slot none, late acks, a prefetch of one per
+slot. (Its delays on quorum queues are whole seconds, by 28 queues of its own: no retry here.)"""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from celery.worker.consumer.delayed_delivery import DelayedDelivery
 from kombu import Exchange, Queue
 
 from bench.body import body_of
-from bench.contender import Contender
+from bench.contender import Contender, first_message
 from bench.measure import PAUSE
-from bench.tally import Stopwatch, Tally
+from bench.tally import REST, Stopwatch, Tally, Times
 
 logging.getLogger("celery").setLevel(logging.WARNING)  # two lines for every message
 
@@ -83,16 +84,16 @@ class Entry(Contender):
 
         self._publishing(publish)
 
-    def _work(self, tally: Tally, slots: int, work: Callable[[], None]) -> None:
-        app, _ = self._task(work)
+    def _work(self, slots: int, work: Callable[[], None], until: Callable[[Any], object]) -> None:
+        app, task = self._task(work)
         worker = app.WorkController(
-            pool="threads",
+            pool="threads" if slots > 1 else "solo",
             concurrency=slots,
             loglevel="WARNING",
         )
         working = threading.Thread(target=worker.start, daemon=True)
         working.start()
-        tally.done.wait()
+        until(task.delay)
         time.sleep(0.5)  # nothing tells when its last acks are through
         # As its signal handler does: stopped by another thread, it would wait for an answer for ever
         # that its own has read.
@@ -102,14 +103,34 @@ class Entry(Contender):
         app.close()
 
     def drain(self, tally: Tally, slots: int) -> None:
-        self._work(tally, slots, tally.hit)
+        self._work(slots, tally.hit, lambda _: tally.done.wait())
 
     def handlers(self, tally: Tally, slots: int) -> None:
         def work() -> None:
             time.sleep(PAUSE)
             tally.hit()
 
-        self._work(tally, slots, work)
+        self._work(slots, work, lambda _: tally.done.wait())
+
+    def latency(self, times: Times) -> None:
+        seen = threading.Event()
+
+        def work() -> None:
+            times.now()
+            seen.set()
+
+        def publish(delay: Any) -> None:
+            for number in range(times.count):
+                with times.one():
+                    delay(body_of(number))
+                seen.wait()
+                seen.clear()
+                time.sleep(REST)
+
+        self._work(1, work, publish)
+
+    def first(self) -> None:
+        self._work(1, first_message, lambda _: threading.Event().wait())
 
 
 def _many(delay: Callable[[dict[str, Any]], Any], count: int) -> None:

@@ -1,4 +1,4 @@
-"""FastStream: a subscriber with a prefetch, which acks after the handler."""
+"""FastStream: a subscriber with a prefetch, which acks after the handler. (It has no delayed retry.)"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from faststream import AckPolicy
 from faststream.rabbit import Channel, QueueType, RabbitBroker, RabbitQueue
 
 from bench.body import body_of
-from bench.contender import Contender
+from bench.contender import Contender, first_message
 from bench.measure import PAUSE, WINDOW
 from bench.tally import Stopwatch, Tally, Times
 
@@ -40,7 +40,7 @@ class Entry(Contender):
         self,
         slots: int,
         handle: Callable[[], Awaitable[None]],
-        until: Callable[[Any], Awaitable[None]],
+        until: Callable[[Any], Awaitable[object]],
     ) -> None:
         async def work() -> None:
             broker = self._broker(slots)
@@ -67,6 +67,12 @@ class Entry(Contender):
             tally.hit()
 
         self._work(slots, handle, lambda _: tally.wait())
+
+    def first(self) -> None:
+        async def handle() -> None:
+            first_message()
+
+        self._work(1, handle, lambda _: asyncio.Event().wait())
 
     def publish_one(self, watch: Stopwatch) -> None:
         async def publish() -> None:

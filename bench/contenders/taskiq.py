@@ -1,11 +1,14 @@
-"""taskiq with taskiq-aio-pika: a receiver in this process, which acks after the task."""
+"""taskiq with taskiq-aio-pika: a receiver in this process, which acks after the task. Retries wait in
+a queue of the broker."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from taskiq import SmartRetryMiddleware
 from taskiq.acks import AcknowledgeType
 from taskiq.api import run_receiver_task
 from taskiq_aio_pika import AioPikaBroker
@@ -13,18 +16,20 @@ from taskiq_aio_pika.exchange import Exchange
 from taskiq_aio_pika.queue import Queue, QueueType
 
 from bench.body import body_of
-from bench.contender import Contender
-from bench.measure import PAUSE, WINDOW
+from bench.contender import Contender, first_message
+from bench.measure import DELAY_MS, PAUSE, WINDOW
 from bench.tally import Stopwatch, Tally, Times
 
 Body = dict[str, Any]
+
+logging.getLogger("taskiq").setLevel(logging.WARNING)  # a line for every message
 
 
 class Entry(Contender):
     distribution = "taskiq-aio-pika"
 
     def names(self) -> list[str]:
-        return [self.queue, f"{self.queue}.dead"]
+        return [self.queue, f"{self.queue}.dead", f"{self.queue}.delay"]
 
     def exchanges(self) -> list[str]:
         return [f"{self.queue}.exchange"]
@@ -36,6 +41,9 @@ class Entry(Contender):
             exchange=Exchange(name=f"{self.queue}.exchange"),
             task_queues=[Queue(name=self.queue, type=QueueType.QUORUM)],
             dead_letter_queue=Queue(name=f"{self.queue}.dead", type=QueueType.QUORUM),
+            delay_queue=Queue(name=f"{self.queue}.delay", type=QueueType.QUORUM),
+        ).with_middlewares(
+            SmartRetryMiddleware(default_delay=DELAY_MS / 1000, default_retry_label=True)
         )
 
     def _publishing(self, publish: Callable[[Any], Awaitable[None]]) -> None:
@@ -80,15 +88,15 @@ class Entry(Contender):
     def _work(
         self,
         slots: int,
-        handle: Callable[[], Awaitable[None]],
-        until: Callable[[Any], Awaitable[None]],
+        handle: Callable[[Body], Awaitable[None]],
+        until: Callable[[Any], Awaitable[object]],
     ) -> None:
         async def work() -> None:
             broker = self._broker(slots)
             broker.is_worker_process = True
 
             async def on_message(body: Body) -> None:
-                await handle()
+                await handle(body)
 
             task = broker.task(task_name="bench")(on_message)
             await broker.startup()
@@ -106,20 +114,32 @@ class Entry(Contender):
         asyncio.run(work())
 
     def drain(self, tally: Tally, slots: int) -> None:
-        async def handle() -> None:
+        async def handle(_: Body) -> None:
             tally.hit()
 
         self._work(slots, handle, lambda _: tally.wait())
 
     def handlers(self, tally: Tally, slots: int) -> None:
-        async def handle() -> None:
+        async def handle(_: Body) -> None:
             await asyncio.sleep(PAUSE)
             tally.hit()
 
         self._work(slots, handle, lambda _: tally.wait())
 
+    def retry(self, tally: Tally, slots: int) -> None:
+        async def handle(body: Body) -> None:
+            tally.fail_once(body["id"])
+
+        self._work(slots, handle, lambda _: tally.wait())
+
+    def first(self) -> None:
+        async def handle(_: Body) -> None:
+            first_message()
+
+        self._work(1, handle, lambda _: asyncio.Event().wait())
+
     def latency(self, times: Times) -> None:
-        async def handle() -> None:
+        async def handle(_: Body) -> None:
             times.now()
 
         async def publish(kiq: Any) -> None:
