@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import tenacity
 
-from rabbit_tasks import consumer as consumers
 from rabbit_tasks import history
 from rabbit_tasks import message as names
 from rabbit_tasks.broker import LOST, is_cancelled
@@ -382,6 +381,16 @@ class Handling:
         if self._children is not None:
             self._children.close()
 
+    def is_plain(self, delivery: Delivery) -> bool:
+        """Whether `process` waits for nothing before its handler, and is through with it where it does
+        not fail."""
+        return not (
+            _may_be_a_twin(delivery)
+            or self._children is not None
+            or not self._handler.is_async
+            or self.stopping.is_set()
+        )
+
     # --- the walk -------------------------------------------------------------------------------
 
     async def process(self, delivery: Delivery) -> None:
@@ -443,7 +452,7 @@ class Handling:
         try:
             if self._children is not None:
                 return await self._children.attempt(message)
-            await self._handler.call(consumers.decode(self.kind, delivery.body), message)
+            await self._handler.call(delivery.body, message)
             return Done()
         except BaseException as error:  # even SystemExit: a message must not take the worker down
             if _ends_us(error):

@@ -16,6 +16,7 @@ from typing import Any
 from rabbit_tasks import consumer as consumers
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.message import Message
+from rabbit_tasks.walk import Ended
 
 log = logging.getLogger("rabbit_tasks")
 
@@ -26,7 +27,7 @@ class Handler:
     def __init__(self, consumer: Consumer[Any]) -> None:
         self._consumer = consumer
         self._kind = type(consumer)
-        self._is_async = consumers.is_async(self._kind)
+        self.is_async = consumers.is_async(self._kind)
         self._threads: Executor | None = None
 
     def close(self) -> None:
@@ -34,18 +35,18 @@ class Handler:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def call(self, body: Any, message: Message) -> None:
-        """Returns when the handler does, and raises what it raises, whatever that is.
+    async def call(self, body: bytes, message: Message) -> None:
+        """Decode and handle; returns when the handler does, and raises what it raises, whatever that is.
 
         When the calling task is cancelled a coroutine is cancelled too; a thread goes on.
         """
-        if not self._is_async:
-            await self._in_thread(body, message)
+        if not self.is_async:
+            await self._in_thread(consumers.decode(self._kind, body), message)
             return
         # In a task of its own: a handler, or a library that it uses, may cancel the task in which it
         # runs. In ours that would look as if the worker had to go. Nor do its context variables
         # outlive its message.
-        ended: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
+        ended = Ended()
         task = asyncio.create_task(self._run(body, message, ended))
         task.add_done_callback(partial(_cancelled, ended))
         try:
@@ -64,16 +65,15 @@ class Handler:
             raise error
 
     async def _run(
-        self, body: Any, message: Message, ended: asyncio.Future[BaseException | None]
+        self, body: bytes, message: Message, ended: Ended
     ) -> BaseException | None:
         """How it ended, as a value: SystemExit out of a task would end the event loop."""
         error: BaseException | None = None
         try:
-            await self._in_time(body, message)
+            await self._in_time(consumers.decode(self._kind, body), message)
         except BaseException as raised:
             error = raised
-        if not ended.done():
-            ended.set_result(error)
+        ended.tell(error)
         return error
 
     async def _in_time(self, body: Any, message: Message) -> None:
@@ -111,10 +111,9 @@ class Handler:
             raise error
 
 
-def _cancelled(ended: asyncio.Future[BaseException | None], _: object) -> None:
+def _cancelled(ended: Ended, _: object) -> None:
     """Whoever waits is told of a task that was cancelled before its first step, too."""
-    if not ended.done():
-        ended.set_result(asyncio.CancelledError())
+    ended.tell(asyncio.CancelledError())
 
 
 def _call(consumer: Consumer[Any], body: Any, message: Message) -> BaseException | None:

@@ -2,7 +2,7 @@
 
     Worker.run          one session after another until asked to stop
     Worker._session     the connection and its slots, until the connection is lost
-    Worker._consume     a channel with prefetch 1 per slot; for each delivery: process
+    Worker._slots       consume on one channel after another (Intake); for each delivery: process
 
 Nothing of a lost session is restored: it is thrown away and the next one starts from nothing. Only
 handlers that still run are kept, for their messages' redelivery to join.
@@ -17,22 +17,20 @@ import os
 import random
 import socket
 import time
-import uuid
-from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import aiormq.exceptions as amqp
 import tenacity
-from aiormq.channel import Channel
 
 from rabbit_tasks import declare, timeouts
 from rabbit_tasks.app import App
 from rabbit_tasks.broker import (
     CLOSE_TIMEOUT,
     LOST,
-    RPC_TIMEOUT,
     Connection,
     connect,
     is_cancelled,
@@ -40,14 +38,11 @@ from rabbit_tasks.broker import (
 )
 from rabbit_tasks.consumer import Consumer
 from rabbit_tasks.deadline import Deadline
-from rabbit_tasks.deliveries import Deliveries, unread
 from rabbit_tasks.delivery import (
     NO_CONFIRM,
     SHAKEN,
     Delivery,
-    DeliveryLost,
     Handling,
-    Stopping,
 )
 from rabbit_tasks.durations import duration_text
 from rabbit_tasks.errors import (
@@ -57,11 +52,12 @@ from rabbit_tasks.errors import (
     TopologyError,
 )
 from rabbit_tasks.history import failure_of
-from rabbit_tasks.properties import Properties
+from rabbit_tasks.intake import CALM, LULL, Intake
 from rabbit_tasks.publisher import Publisher
 from rabbit_tasks.repeats import Repeats
 from rabbit_tasks.settings import Settings
 from rabbit_tasks.topology import topology_of
+from rabbit_tasks.walk import Walk
 from rabbit_tasks.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -75,8 +71,6 @@ LONGEST_PAUSE: Final = 5.0
 """Seconds between two tries to consume from a queue, on a connection that lives."""
 HEALTHY: Final = 30.0
 """Seconds after which a session counts as a success, and the pauses begin small again."""
-LULL: Final = 0.2
-"""Seconds without a delivery, after which a queue is taken for an empty one when we stop."""
 MOMENT: Final = 0.5
 """Seconds after the order to stop for what has not begun to consume."""
 SOONEST: Final = 2.0
@@ -136,9 +130,11 @@ class Worker:
         self._stop = asyncio.Event()
         self._stop_now = asyncio.Event()
         self._handlings: list[Handling] = []
-        self._slots: set[asyncio.Task[None]] = set()
-        self._pumps: set[asyncio.Task[None]] = set()
-        self._in_hand: dict[asyncio.Task[None], deque[Delivery]] = {}
+        self._consuming: set[asyncio.Task[None]] = set()
+        self._intakes: set[Intake] = set()
+        self._spare: Counter[tuple[Connection, Handling]] = Counter()
+        """Slots that wait for others to share a channel with."""
+        self._main: asyncio.Task[Any] | None = None
         self._worked = False
         self._quiet_until: dict[str, float] = {}
         self._repeats = Repeats()
@@ -188,6 +184,7 @@ class Worker:
 
     async def run(self) -> None:
         """One session after another until asked to stop; jittered, capped pauses between them."""
+        self._main = asyncio.current_task()
         cap = self._settings.reconnect_cap.total_seconds()
         async with AsyncExitStack() as stack:
             publisher = self._publisher = Publisher(self._settings, patient=True, told=self._told)
@@ -299,6 +296,7 @@ class Worker:
         if connection is None:
             return
         self._connection = connection
+        rejoining = asyncio.create_task(self._rejoin(connection))
         try:
             await self._unless_stopped(publisher.connect())
             await self._unless_stopped(self._make_sure(connection))
@@ -307,10 +305,7 @@ class Worker:
             for handling in self._handlings:
                 if self._worked:
                     handling.calm_from = time.monotonic() + SHAKEN
-                for _ in range(_channels(handling.kind)):
-                    slot = asyncio.create_task(self._slot(connection, handling))
-                    self._slots.add(slot)
-                    slot.add_done_callback(self._slots.discard)
+                self._begin(self._slots(connection, handling, handling.kind.concurrency))
             queues = ", ".join(handling.kind.queue for handling in self._handlings)
             slots = sum(handling.kind.concurrency for handling in self._handlings)
             outage = self._repeats.over("outage")
@@ -325,7 +320,8 @@ class Worker:
             )  # fmt: skip
             self._worked = True
             self._connected_at = time.monotonic()
-            await _all_of(self._slots)
+            while self._consuming:
+                await _all_of(self._consuming)
             if not self._stop.is_set():
                 code, text = connection.close_reason or (0, "")
                 why = f": {code} {text}" if code else ", without a word from the broker"
@@ -335,9 +331,11 @@ class Worker:
                 raise ConnectError("connection lost") from None
             self.stop()
             self.stop()
-            await _all_of(self._slots)
+            while self._consuming:
+                await _all_of(self._consuming)
             raise
         finally:
+            rejoining.cancel()
             await connection.end(self._left(CLOSE_TIMEOUT))
 
     async def _make_sure(self, connection: Connection) -> None:
@@ -345,12 +343,14 @@ class Worker:
 
         That one goes on with the queues that are there: what is missing holds up only its own.
         """
-        wanted = sum(_channels(handling.kind) for handling in self._handlings)
+        # (As many as slots where all of them have messages that take their time.)
+        kinds = [handling.kind for handling in self._handlings]
+        wanted = sum(kind.concurrency if kind.prefetch == 1 else 1 for kind in kinds)
         if wanted + SPARE_CHANNELS > connection.channel_max:
             raise ConfigurationError(
-                f"{wanted} slots need as many channels, and the broker allows {connection.channel_max} "
-                "on a connection (channel_max): lower concurrency, or start two workers, each with "
-                "some of the queues"
+                f"{wanted} slots may need as many channels, and the broker allows "
+                f"{connection.channel_max} on a connection (channel_max): lower concurrency, or start "
+                "two workers, each with some of the queues"
             )
         try:
             if self._declare:
@@ -371,13 +371,20 @@ class Worker:
                 if text := timeouts.warning_of(connection.server_version, type(consumer)):
                     log.warning("%s", text)
 
-    async def _slot(self, connection: Connection, handling: Handling) -> None:
+    def _begin(self, consuming: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(consuming)
+        self._consuming.add(task)
+        task.add_done_callback(self._consuming.discard)
+
+    async def _slots(self, connection: Connection, handling: Handling, slots: int) -> None:
         """Consume on one channel after another, as long as the connection lives."""
         failures = 0
         while not (connection.is_lost or self._stop.is_set()):
             started = time.monotonic()
             try:
-                why = await self._consume(connection, handling)
+                why = await self._intake(connection, handling, slots).run()
+                if why is None:
+                    return  # each of them has another channel
             except amqp.ChannelAccessRefused as error:
                 why = f"{words(error)}; allow it: {connection.permit}"
             except (*LOST, amqp.AMQPError, TimeoutError) as error:
@@ -410,147 +417,57 @@ class Worker:
                 with suppress(TopologyError, ConnectError):
                     await declare.declare(connection, self._topology)
 
-    async def _consume(self, connection: Connection, handling: Handling) -> str:
-        """A channel with prefetch 1 and a fresh tag; for each delivery: process.
-
-        A slot has one to itself: what closes it, as a handler that outlasts the broker's patience,
-        costs no other message a delivery. With a prefetch of more than 1 all slots share one.
-
-        Returns why the channel is of no more use. A handler that still runs goes on without it.
-        """
-        queue, kind = handling.kind.queue, handling.kind
-        slots = kind.concurrency // _channels(kind)
-        most = slots * kind.prefetch
-        channel = await connection.open()
-        deliveries: asyncio.Queue[Delivery | None] = asyncio.Queue()
-        ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-        def on_delivery(tag: int, redelivered: bool, properties: bytes, body: bytes) -> None:
-            deliveries.put_nowait(
-                Delivery(
-                    body, Properties.decode(properties), redelivered=redelivered, tag=tag,
-                    deliveries=arriving,
-                )
-            )  # fmt: skip
-
-        arriving = Deliveries(connection, channel, on_delivery, together=most > 1)
-
-        def end(why: str) -> None:
-            arriving.end()
-            if not ended.done():
-                ended.set_result(why)
-
-        channel.on_consumer_cancel_callbacks.add(
-            lambda _: end(
-                "consumer cancelled by the broker: its queue is gone "
-                f"({declare.COMMAND}), or a handler takes longer than its ack_timeout"
-            )
+    def _intake(self, connection: Connection, handling: Handling, slots: int) -> Intake:
+        intake = Intake(
+            connection,
+            handling,
+            slots,
+            stop=self._stop,
+            repeats=self._repeats,
+            left=self._left,
+            is_ending=lambda: self._main is not None and self._main.cancelling() > 0,
+            on_ready=self._ready,
+            on_free=partial(self._freed, connection, handling),
         )
-        closing = channel.closing
-        closing.add_done_callback(lambda future: end(_why_closed(future)))
-        pumps = [asyncio.create_task(self._pump(deliveries, handling)) for _ in range(slots)]
-        self._pumps.update(pumps)
-        for pump in pumps:
-            pump.add_done_callback(self._pump_ended)
-        stopping = asyncio.create_task(self._stop.wait())
-        tag = f"rabbit-tasks.{uuid.uuid4().hex}"
-        try:
-            await channel.basic_qos(prefetch_count=most, timeout=RPC_TIMEOUT)
-            await channel.basic_consume(queue, unread, consumer_tag=tag, timeout=RPC_TIMEOUT)
-            if how_often := self._repeats.over(f"{queue}: not consuming"):
-                log.info(
-                    "%s: consuming again, %s", queue, how_often, extra={"fields": {"queue": queue}}
-                )
-            if self._on_ready is not None:
-                on_ready, self._on_ready = self._on_ready, None
-                on_ready()
-            first: list[asyncio.Future[Any]] = [ended, stopping, *pumps]
-            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-            for pump in pumps:
-                if pump.done() and not pump.cancelled() and not ended.done():
-                    pump.result()  # none ends by itself: a fault of ours, for the session to raise
-            if not ended.done():
-                if self._stop.is_set():
-                    await _fill(arriving, most, ended)
-                await self._leave(channel, tag, arriving, deliveries, handling, pumps, ended)
-            # (Told only where we do not stop: the slot has ended over an ack that nobody took.)
-            return ended.result() if ended.done() else "an ack was not taken"
-        finally:
-            stopping.cancel()
-            arriving.go_on()
-            self._lose(pumps, deliveries, handling)
-            if not channel.is_closed:
-                with suppress(Exception):
-                    await channel.close(timeout=self._left(CLOSE_TIMEOUT))
+        self._intakes = {one for one in self._intakes if one.in_hand or not one.is_over}
+        self._intakes.add(intake)
+        return intake
 
-    async def _leave(
-        self,
-        channel: Channel,
-        tag: str,
-        arriving: Deliveries,
-        deliveries: asyncio.Queue[Delivery | None],
-        handling: Handling,
-        pumps: list[asyncio.Task[None]],
-        ended: asyncio.Future[str],
-    ) -> None:
-        """Stop consuming, put back what waits, and keep the channel for what is in hand until it is
-        settled, or not ours.
+    def _ready(self) -> None:
+        if self._on_ready is not None:
+            on_ready, self._on_ready = self._on_ready, None
+            on_ready()
 
-        The channel's own close comes last and is answered last: so the acks before it are through.
-        """
-        with suppress(TimeoutError, *LOST):
-            await channel.basic_cancel(tag, timeout=self._left(CLOSE_TIMEOUT))
-        arriving.go_on()
-        if self._stop.is_set():  # (or else a pump has ended over a loss: the broker has them again)
-            await asyncio.gather(*map(handling.put_back, _emptied(deliveries)))
-        for _ in pumps:
-            deliveries.put_nowait(None)
-        settled: asyncio.Future[Any] = asyncio.gather(*pumps, return_exceptions=True)
-        await asyncio.wait({settled, ended}, return_when=asyncio.FIRST_COMPLETED)
+    def _freed(self, connection: Connection, handling: Handling, slots: int) -> None:
+        """Let slots that parted from a channel go on with another, together with others that are
+        about to."""
+        if connection.is_lost or self._stop.is_set():
+            return
+        if not self._spare[connection, handling]:
+            self._begin(self._together(connection, handling))
+        self._spare[connection, handling] += slots
 
-    def _lose(
-        self,
-        pumps: list[asyncio.Task[None]],
-        deliveries: asyncio.Queue[Delivery | None],
-        handling: Handling,
-    ) -> None:
-        """The channel is of no more use: what it brought belongs to the broker again."""
-        for waiting in _emptied(deliveries):
-            waiting.lost = True
-        for pump in pumps:
-            deliveries.put_nowait(None)
-            for delivery in self._in_hand.get(pump, ()):
-                handling.runs.orphan(delivery)
-            pump.add_done_callback(lambda ended: self._in_hand.pop(ended, None))
+    async def _together(self, connection: Connection, handling: Handling) -> None:
+        while any(one.is_parting for one in self._of(connection, handling)):
+            await asyncio.sleep(LULL / 20)
+        await self._slots(connection, handling, self._spare.pop((connection, handling)))
 
-    async def _pump(self, deliveries: asyncio.Queue[Delivery | None], handling: Handling) -> None:
-        """Process deliveries of a channel, one at a time."""
-        pump = asyncio.current_task()
-        assert pump is not None
-        # The last ones are kept: an ack that was lost on its way makes the broker deliver a message
-        # again whose run has just ended.
-        hands = self._in_hand[pump] = deque(maxlen=handling.kind.prefetch)
-        while (delivery := await deliveries.get()) is not None:
-            hands.append(delivery)
-            try:
-                await handling.process(delivery)
-            except DeliveryLost:
-                queue, message_id = handling.kind.queue, delivery.properties.text("message_id")
-                ending = self._repeats.say(f"{queue}: in hand", first=5)
-                if ending is not None:
-                    log.info(
-                        "%s: channel lost with message %s in hand; if it comes here again, it goes "
-                        "on%s", queue, message_id, ending,
-                        extra={"fields": {"queue": queue, "id": message_id}},
-                    )  # fmt: skip
-                return
-            except Stopping:
-                return
+    async def _rejoin(self, connection: Connection) -> None:
+        """Let slots share a channel again, when all their messages have been quick for a while."""
+        while True:
+            await asyncio.sleep(CALM)
+            for handling in self._handlings:
+                apart = self._of(connection, handling)
+                if len(apart) > 1 and all(one.is_calm for one in apart):
+                    for one in apart:
+                        one.part()
 
-    def _pump_ended(self, pump: asyncio.Task[None]) -> None:
-        self._pumps.discard(pump)
-        if not pump.cancelled() and (error := pump.exception()) is not None:
-            log.debug("a pump ended by %r", error)  # its slot raises it, or has left it behind
+    def _of(self, connection: Connection, handling: Handling) -> list[Intake]:
+        """Those that deliver."""
+        return [
+            one for one in self._intakes
+            if one.connection is connection and one.handling is handling and not one.is_over
+        ]  # fmt: skip
 
     # --- stopping -------------------------------------------------------------------------------
 
@@ -566,16 +483,19 @@ class Worker:
         self._cancel_handlers()
         # A handler that held on to the first cancellation is put back at the second. Only then may
         # its channel go: without it nothing could be acked, and the copy would be one too many.
-        await _all_of(self._pumps, reserve * 0.4)
+        await self._all_through(reserve * 0.4)
         self._cancel_handlers()
-        await _all_of(self._pumps | self._slots, self._left(but=reserve * 0.2))
-        hands = [self._in_hand.get(pump, deque()) for pump in self._pumps]
-        if in_hand := [one for last in hands for one in last if not one.is_answered]:
+        await _all_of(self._consuming, self._left(but=reserve * 0.2))
+        await self._all_through(self._left(but=reserve * 0.2))
+        left = self._in_hand()
+        if in_hand := [delivery for _, delivery in left if not delivery.is_answered]:
             log.warning(
                 "%d messages are neither settled nor put back, and the time is over: the broker "
                 "delivers them again", len(in_hand), extra={"fields": {"worker": self.name}},
             )  # fmt: skip
-        for task in (*self._pumps, *self._slots):
+        for walk, _ in left:
+            walk.cancel()
+        for task in self._consuming:
             task.cancel()
         # Whoever still waits for the broker is told that it is gone.
         if self._publisher is not None:
@@ -583,11 +503,20 @@ class Worker:
         if self._connection is not None:
             self._connection.abort()
 
+    def _in_hand(self) -> list[tuple[Walk, Delivery]]:
+        return [each for intake in self._intakes for each in intake.in_hand.items()]
+
     def _cancel_handlers(self) -> None:
-        for pump in self._pumps:
-            hands = self._in_hand.get(pump)
-            if not (hands and hands[-1].settling):
-                pump.cancel()
+        for walk, delivery in self._in_hand():
+            if not delivery.settling:
+                walk.cancel()
+
+    async def _all_through(self, within: float) -> None:
+        """Wait until nothing is in hand."""
+        waiting = {asyncio.create_task(one.through()) for one in self._intakes}
+        await _all_of(waiting, within)
+        for task in waiting:
+            task.cancel()
 
     async def _finish(self, stopper: asyncio.Task[None]) -> None:
         """Handlers whose connection was lost end like the others: in time, or cancelled."""
@@ -596,7 +525,7 @@ class Worker:
             self._be_gone_within(max(self._settings.grace.total_seconds(), SOONEST))
             self._stop.set()
             self._stop_now.set()
-        await _all_of(self._pumps, self._left())
+        await self._all_through(self._left())
         stopper.cancel()
 
     async def _close_publisher(self) -> None:
@@ -644,35 +573,6 @@ def _explained(text: str, but: BaseException | None = None) -> Iterator[None]:
         raise ConfigurationError(text.format(failure_of(error).log)) from error
 
 
-def _channels(kind: type[Consumer[Any]]) -> int:
-    """Of all slots of a consumer: one each, or one for all where they hold more than they handle."""
-    return kind.concurrency if kind.prefetch == 1 else 1
-
-
-async def _fill(arriving: Deliveries, most: int, ended: asyncio.Future[str]) -> None:
-    """Hold as much as the broker hands out, before it is told that we take no more.
-
-    What is on its way to a consumer when that is cancelled, the broker takes back, and counts as a
-    delivery that failed (seen with 4.3.6). Where all that may be held is here, nothing is on its way.
-    """
-    arriving.keep()
-    loop = asyncio.get_running_loop()
-    until = loop.time() + LULL
-    while arriving.unanswered < most and loop.time() < until and not ended.done():
-        await asyncio.sleep(LULL / 20)
-
-
-def _emptied(deliveries: asyncio.Queue[Delivery | None]) -> Iterator[Delivery]:
-    while not deliveries.empty():
-        if (waiting := deliveries.get_nowait()) is not None:
-            yield waiting
-
-
 async def _all_of(tasks: set[asyncio.Task[None]], within: float | None = None) -> None:
     if tasks:
         await asyncio.wait(set(tasks), timeout=within)
-
-
-def _why_closed(closing: asyncio.Future[Any]) -> str:
-    error = None if closing.cancelled() else closing.exception()
-    return words(error) if error else "the channel was closed"

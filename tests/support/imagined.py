@@ -191,7 +191,7 @@ class Broker:
             assert queue is not None
             pipe = self.consumers[0]
             self.consumers.rotate(-1)
-            if not pipe.unacked:
+            if len(pipe.unacked) < pipe.prefetch:
                 letter = queue.ready.popleft()
                 tag = next(pipe.tags)
                 pipe.unacked[tag] = letter
@@ -220,7 +220,11 @@ class Broker:
         else:
             queue.ready.appendleft(letter)
 
-    def ack(self, pipe: Pipe, tag: int) -> None:
+    def ack(self, pipe: Pipe, tag: int, *, together: bool = False) -> None:
+        """Of one delivery; or of all that are no later."""
+        if together:
+            for earlier in [one for one in pipe.unacked if one < tag]:
+                self.ack(pipe, earlier)
         letter = pipe.unacked.pop(tag, None)
         if letter is not None:
             self.instances[letter.name] -= 1
@@ -256,6 +260,7 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
     def __init__(self, line: Line) -> None:
         self.line = line
         self.unacked: dict[int, Letter] = {}
+        self.prefetch = 1
         self.tags = itertools.count(1)
         self.published = itertools.count(1)
         self.on_consumer_cancel_callbacks: set[Callable[[Any], Any]] = set()
@@ -319,7 +324,8 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
             raise amqp.ChannelInvalidStateError("closed")
         self.line.out.append(do)
 
-    async def basic_qos(self, **_: Any) -> Any:
+    async def basic_qos(self, prefetch_count: int, **_: Any) -> Any:
+        self.prefetch = prefetch_count
         return await self.ask(lambda: None)
 
     async def basic_consume(self, queue: str, *_: Any, **__: Any) -> Any:
@@ -351,7 +357,8 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
         # (In the same moment it cannot know, and it closes the channel at once.)
         if self._cancelled_at < self.line.process.world.now:
             self.line.process.world.fault("an ack for a consumer that was cancelled")
-        self._tell(lambda: self.line.broker.ack(self, tag))
+        together = method[12] & 1 == 1
+        self._tell(lambda: self.line.broker.ack(self, tag, together=together))
 
     async def rpc(self, _: Any, **__: Any) -> Any:
         return await self.ask(lambda: None)
@@ -393,12 +400,12 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
 
     def give_up(self) -> None:
         """The broker's patience with its consumer is over: by version, the channel goes or it alone."""
-        broker = self.line.broker
-        if self.line.process.world.version == "4.3":
-            broker.forget(self, counted=False)
+        broker, is_new = self.line.broker, self.line.process.world.version == "4.3"
+        is_cancelled = self not in broker.consumers  # by the client, and this is what it left in hand
+        broker.forget(self, counted=not is_new)
+        if is_new and not is_cancelled:
             self.line.into.append(self.cancelled)
         else:
-            broker.forget(self)
             timed_out = amqp.ChannelPreconditionFailed("delivery acknowledgement timed out")
             self.line.into.append(partial(self.end, timed_out))
 
@@ -566,6 +573,15 @@ class Loop(asyncio.SelectorEventLoop):
     def is_due(self) -> bool:
         """Whether there is something to do at once."""
         return self._soon or self.next_timer() <= self.time()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """As in a step of it: what arrives is read there."""
+        asyncio._set_running_loop(self)  # (documented, for whoever writes an event loop)
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(None)
 
     def step(self) -> None:
         """Once around."""
@@ -804,7 +820,8 @@ class World:
                     left = True
                     yield True
                 if line.into and not line.process.is_dead:
-                    line.into.popleft()()
+                    with line.process.loop.running():
+                        line.into.popleft()()
                     left = True
                     yield True
             self.broker.expire()

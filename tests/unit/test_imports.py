@@ -20,11 +20,13 @@ FLOORS = [
     {"rabbit_tasks"},  # the public names
     {"doctor", "pruning"},
     {"worker", "testing", "supervisor", "plan", "migration"},
+    {"intake"},
     {"delivery", "parking", "pour", "watchdog", "deadline"},
     {"declare", "deliveries"},
     {"publisher"},
     {"confirms"},
     {"handler", "isolation", "broker", "repeats", "management"},
+    {"walk"},
     {"frames", "process"},
     # ----- nothing below imports aiormq -----
     {"app", "policies", "drawing", "exports", "rights"},

@@ -41,7 +41,7 @@ class Lives(RuleBasedStateMachine):
         version=st.sampled_from(["3.10", "4.0", "4.3"]),
         limit=st.sampled_from([1, 2, 2, 5]),
         attempts=st.integers(1, 3),
-        concurrency=st.integers(1, 2),
+        concurrency=st.integers(1, 3),
         workers=st.integers(1, 3),
         stuck=st.booleans(),
         messages=st.integers(0, 3),
@@ -193,7 +193,8 @@ class Lives(RuleBasedStateMachine):
     @rule(number=FEW, how=HOW, steps=SOME)
     def the_broker_gives_a_consumer_up(self, number: int, how: str, steps: int) -> None:
         self._then(number, how, steps)
-        if pipes := list(self.world.broker.consumers):
+        pipes = [pipe for line in self.world.lines() for pipe in line.pipes if pipe.unacked]
+        if pipes := [*self.world.broker.consumers, *pipes]:
             pipes[number % len(pipes)].give_up()
 
     @precondition(_has_workers)
