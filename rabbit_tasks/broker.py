@@ -249,6 +249,15 @@ class Connection:
         """
         self._frames.write(frames)
 
+    def flush(self) -> None:
+        """Send now what has been written."""
+        self._frames.flush()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing has been written for a moment."""
+        return self._frames.is_quiet
+
     @property
     def is_writable(self) -> bool:
         """Whether what is written still goes out: the library knows of an end some turns later."""

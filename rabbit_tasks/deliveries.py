@@ -112,9 +112,11 @@ class Deliveries:
             self._answer(ACK, tag)
             return
         self._check()
-        if not self._acked:
-            asyncio.get_running_loop().call_soon(self._ack_together)
         self._acked.add(tag)
+        if self._connection.is_quiet:
+            self._ack_together()
+        elif len(self._acked) == 1:
+            asyncio.get_running_loop().call_soon(self._ack_together)
 
     def _ack_together(self) -> None:
         if self._open is None or self._kept is not None or not self._acked:
@@ -130,6 +132,7 @@ class Deliveries:
             self._open.pop(tag, None)
         if self.is_open:
             self.ack_all(sorted(tag for tag in acked if tag > up_to), up_to=up_to)
+            self._connection.flush()
 
     def ack_all(self, tags: Iterable[int], *, up_to: int = 0) -> None:
         """The same of many, and of every delivery up to one, in one write."""

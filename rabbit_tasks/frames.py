@@ -34,6 +34,8 @@ on its number costs the connection."""
 Tap = Callable[[int, bytes], bool]
 """Called with a frame's type and payload (and its end mark); whether the library is to miss it."""
 
+_MOMENT: Final = 0.0003
+"""Seconds: less than it takes the broker to answer, more than to write the next of many."""
 _HEARTBEAT: Final = b"\x08\x00\x00\x00\x00\x00\x00\xce"
 _STILL: Final = 1.0
 """Seconds. The library drops a connection on which it has read nothing for three heartbeats, and the
@@ -69,6 +71,8 @@ class Frames(TransportFactory):
         self._cutter: _Cutter | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._call_soon: Callable[[Callable[[], None]], object]
+        self._time: Callable[[], float]
+        self._written_at = 0.0
         self._unwritten: list[bytes] = []
         self._unwritten_bytes = 0
         self.on_blocked: Callable[[str | None], None] = lambda _: None
@@ -107,25 +111,33 @@ class Frames(TransportFactory):
             **kwargs,
         )
         self._cutter, self._writer = cutter, asyncio.StreamWriter(transport, cutter, reader, loop)
-        self._call_soon = loop.call_soon
+        self._call_soon, self._time = loop.call_soon, loop.time
         return reader, self._writer
 
     def write(self, frames: bytes) -> None:
-        """Send whole frames, together with what else is written in this turn of the event loop.
+        """Send whole frames: at once after a pause, and in a rush together with what else is written in
+        the same turn of the event loop.
 
         The library's own frames go beside them. Without effect where the connection is gone.
         """
-        if not self._unwritten and self._writer is not None:
-            self._call_soon(self._flush)
         self._unwritten.append(frames)
         self._unwritten_bytes += len(frames)
-        if self._unwritten_bytes > _ENOUGH:
-            self._flush()
+        if self.is_quiet or self._unwritten_bytes > _ENOUGH:
+            self.flush()
+        elif len(self._unwritten) == 1 and self._writer is not None:
+            self._call_soon(self.flush)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Send now what has been written."""
         parts, self._unwritten, self._unwritten_bytes = self._unwritten, [], 0
         if parts and self._writer is not None and self.is_writable:
-            self._writer.write(b"".join(parts))
+            self._writer.write(parts[0] if len(parts) == 1 else b"".join(parts))
+            self._written_at = self._time()
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nothing has been written for a moment, and so nothing will be that could go along."""
+        return self._time() - self._written_at > _MOMENT
 
     @property
     def is_writable(self) -> bool:

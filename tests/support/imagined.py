@@ -493,6 +493,13 @@ class Line:
     def is_writable(self) -> bool:
         return not self.is_lost
 
+    @property
+    def is_quiet(self) -> bool:
+        """Acks go out one by one in some processes, together in others."""
+        return self.process.number % 2 == 0
+
+    def flush(self) -> None: ...
+
     async def unblocked(self) -> None: ...
 
     async def end(self, within: float = 3.0) -> None:
@@ -577,11 +584,11 @@ class Loop(asyncio.SelectorEventLoop):
     @contextmanager
     def running(self) -> Iterator[None]:
         """As in a step of it: what arrives is read there."""
-        asyncio._set_running_loop(self)  # (documented, for whoever writes an event loop)
+        asyncio._set_running_loop(self)  # noqa: SLF001 (there for whoever writes an event loop)
         try:
             yield
         finally:
-            asyncio._set_running_loop(None)
+            asyncio._set_running_loop(None)  # noqa: SLF001
 
     def step(self) -> None:
         """Once around."""
