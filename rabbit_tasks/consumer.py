@@ -22,7 +22,7 @@ from rabbit_tasks.retry import RetryPolicy
 B = TypeVar("B")
 
 MAX_CONCURRENCY: Final = 1000
-"""Slots of one consumer: each is a channel, and RabbitMQ's default channel_max is 2047."""
+"""Slots of one consumer: each may need a channel, and RabbitMQ's default channel_max is 2047."""
 
 MAX_PREFETCH: Final = 1000
 """Messages held for one slot."""
@@ -50,10 +50,9 @@ class Consumer(Generic[B]):
     retry           when to try again, when to park
     concurrency     slots: how many messages it handles at once
     prefetch        messages held for each slot, the one that it handles among them. More than 1 spares
-                    quick handlers the way to the broker and back: then all slots share one channel,
-                    whose acks go together. It is paid for when a worker dies, or the broker closes
-                    that channel over a handler that takes too long: each message that was held comes
-                    again, and counts a death that was not its own
+                    quick handlers the way to the broker and back. It is paid for when a worker dies,
+                    or the broker gives it up over a handler that takes too long: each message that
+                    was held comes again, and counts a death that was not its own
     timeout         how long the handler may take; outlasting it is a failed attempt
     ack_timeout     how long the broker waits for the ack before it delivers the message again, though
                     the handler still runs; None: as the broker is configured, 30 minutes if nobody

@@ -103,13 +103,15 @@ async def test_slots_share_a_channel_and_each_holds_one_message(
 async def test_a_message_that_takes_its_time_is_left_behind_and_the_other_slots_go_on(
     running: Running, mixed: Mixed, publisher: Publisher, connection: Connection
 ) -> None:
-    await publisher.publish(Mixed, "slow")
-    await eventually(lambda: channels(running) == [SLOTS - 1])
+    await publisher.publish_many(Mixed, ["slow", "slower"])
+    await eventually(lambda: channels(running) == [SLOTS - 2])
     await publisher.publish_many(Mixed, [str(number) for number in range(50)])
     await eventually(lambda: len(mixed.done) == 50)
     mixed.gates["slow"].set()
-    await eventually(lambda: channels(running) == [1, SLOTS - 1])
-    await eventually(lambda: _consuming(connection, 2))
+    await eventually(lambda: channels(running) == [1, SLOTS - 2])
+    mixed.gates["slower"].set()
+    await eventually(lambda: channels(running) == [1, 1, SLOTS - 2])
+    await eventually(lambda: _consuming(connection, 3))
     await publisher.publish_many(Mixed, [f"slow {number}" for number in range(SLOTS + 1)])
     await eventually(lambda: mixed.in_hand == SLOTS)
     await eventually(lambda: _waiting(connection, 1))
