@@ -86,7 +86,8 @@ class Intake:
         """Why the channel is of no more use."""
         self._parting: asyncio.Future[None] = loop.create_future()
         """It is to deliver no more, for the slots to go on with another."""
-        self._has_parted = False
+        self.has_parted = False
+        """Its slots go on with other channels."""
         self._given = 0
         self._seen: set[Walk] = set()
         self._slow_at = loop.time()
@@ -103,12 +104,12 @@ class Intake:
     @property
     def is_parting(self) -> bool:
         """Whether its slots are about to be free."""
-        return self._parting.done() and not (self._has_parted or self._ended.done())
+        return self._parting.done() and not self.is_over
 
     @property
     def is_over(self) -> bool:
         """Whether it delivers no more."""
-        return self._has_parted or self._ended.done()
+        return self.has_parted or self._ended.done()
 
     @property
     def is_calm(self) -> bool:
@@ -124,13 +125,16 @@ class Intake:
         if not self._parting.done():
             self._parting.set_result(None)
 
-    async def run(self) -> str | None:
-        """Consume; returns why the channel is of no more use, or None where its slots have parted.
+    async def run(self) -> str:
+        """Consume; returns why the channel is of no more use. A handler that still runs goes on.
 
-        A handler that still runs goes on without it. Raises what `Connection.open` does, and a fault of
-        ours.
+        Raises what the library does where it cannot consume, and a fault of ours.
         """
-        channel = await self.connection.open()
+        try:
+            channel = await self.connection.open()
+        except BaseException:
+            self._ended.cancel()
+            raise
         arriving = self._arriving = Deliveries(
             self.connection, channel, self._on_delivery, together=self._most > 1
         )
@@ -158,9 +162,7 @@ class Intake:
                 arriving.keep()
                 await self._fill()
                 await self._leave(channel, tag)
-            if self._has_parted:
-                return None
-            return self._ended.result() if self._ended.done() else "the worker stops"
+            return self._ended.result() if self._ended.done() else "its slots have parted, or stop"
         finally:
             stopping.cancel()
             looking.cancel()
@@ -199,7 +201,7 @@ class Intake:
             self._answered.append(delivery)
             if self._waiting:
                 self._take(self._waiting.popleft())
-            elif self._has_parted:
+            elif self.has_parted:
                 self._give(1)
             else:
                 self._free += 1
@@ -233,7 +235,10 @@ class Intake:
 
     async def _look(self) -> None:
         """Part from messages that take their time."""
-        if self.handling.kind.prefetch > 1:  # (where a consumer wants it, whatever that costs)
+        kind = self.handling.kind
+        if (
+            kind.concurrency == 1 or kind.prefetch > 1
+        ):  # (which a consumer wants, whatever it costs)
             return
         while not self._parting.done():
             self._seen = set(self._in_hand)
@@ -280,7 +285,7 @@ class Intake:
             waiting, self._waiting = self._waiting, deque()
             await asyncio.gather(*map(self.handling.put_back, waiting))
         elif not self._ended.done():
-            self._has_parted = True
+            self.has_parted = True
             self._give(self._free)
         through = asyncio.create_task(self.through())
         either: list[asyncio.Future[Any]] = [through, self._ended]
@@ -295,7 +300,7 @@ class Intake:
         self._waiting.clear()
         for delivery in (*self._answered, *self._in_hand.values()):
             self.handling.runs.orphan(delivery)
-        if self._has_parted:
+        if self.has_parted:
             self._give(self.slots)
 
 

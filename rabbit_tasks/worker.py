@@ -381,10 +381,9 @@ class Worker:
         failures = 0
         while not (connection.is_lost or self._stop.is_set()):
             started = time.monotonic()
+            intake = self._intake(connection, handling, slots)
             try:
-                why = await self._intake(connection, handling, slots).run()
-                if why is None:
-                    return  # each of them has another channel
+                why = await intake.run()
             except amqp.ChannelAccessRefused as error:
                 why = f"{words(error)}; allow it: {connection.permit}"
             except (*LOST, amqp.AMQPError, TimeoutError) as error:
@@ -398,7 +397,7 @@ class Worker:
                 # every time; the other slots go on.
                 log.exception("%s: fault in rabbit_tasks, please report it", handling.kind.queue)
                 why = "fault in rabbit_tasks"
-            if connection.is_lost or self._stop.is_set():
+            if connection.is_lost or self._stop.is_set() or intake.has_parted:
                 return
             failures = 0 if time.monotonic() - started > HEALTHY else min(failures + 1, 10)
             pause = random.uniform(0, min(LONGEST_PAUSE, FIRST_PAUSE * 2**failures))
