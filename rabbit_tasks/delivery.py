@@ -92,6 +92,7 @@ class Delivery:
         "_deliveries",
         "_tag",
         "body",
+        "is_first",
         "lost",
         "properties",
         "redelivered",
@@ -111,6 +112,8 @@ class Delivery:
         self.body = body
         self.properties = properties
         self.redelivered = redelivered
+        self.is_first = not redelivered and properties.header(names.CRASHES) is None
+        """Nothing tells that it has been in anybody's hands before."""
         self.run: Run | None = None
         self.settling = False
         """The handler is through and its outcome is on its way: not to be cancelled."""
@@ -245,9 +248,13 @@ class Runs:
             _, twins = await asyncio.wait(twins, return_when=asyncio.FIRST_COMPLETED)
             if delivery.lost:
                 raise DeliveryLost
-        delivery.run = run or Run()
+        return self.begin(delivery, run or Run())
+
+    def begin(self, delivery: Delivery, run: Run) -> Run:
+        """It is in hand now."""
+        delivery.run = run
         self._in_hand[delivery] = None
-        return delivery.run
+        return run
 
     def let_go(self, delivery: Delivery) -> None:
         """It is not in hand any more: settled, or lost."""
@@ -266,7 +273,7 @@ class Runs:
     def _twins(self, delivery: Delivery) -> set[asyncio.Future[None]]:
         """Of what is in hand and may be this message, when it is not any more."""
         message_id = delivery.properties.text("message_id")
-        if message_id is None or not _may_be_a_twin(delivery):
+        if message_id is None or delivery.is_first:
             return set()
         alike = [one for one in self._in_hand if one.properties.text("message_id") == message_id]
         same = _identity(delivery) if alike else b""
@@ -280,7 +287,7 @@ class Runs:
         return found
 
     def _keys(self, delivery: Delivery) -> Iterator[bytes]:
-        if self._orphans and _may_be_a_twin(delivery):
+        if self._orphans and not delivery.is_first:
             yield _identity(delivery)
             if delivery.redelivered:
                 yield _sameness(delivery)
@@ -300,10 +307,6 @@ class Runs:
         if run.free is not None:
             run.free.set_result(None)
             run.free = None
-
-
-def _may_be_a_twin(delivery: Delivery) -> bool:
-    return delivery.redelivered or delivery.properties.header(names.CRASHES) is not None
 
 
 def _identity(delivery: Delivery) -> bytes:
@@ -384,9 +387,8 @@ class Handling:
     def is_plain(self, delivery: Delivery) -> bool:
         """Whether `process` waits for nothing before its handler, and is through with it where it does
         not fail."""
-        return not (
-            _may_be_a_twin(delivery)
-            or self._children is not None
+        return delivery.is_first and not (
+            self._children is not None
             or not self._handler.is_async
             or self.stopping.is_set()
         )
@@ -401,11 +403,14 @@ class Handling:
         """
         run, ours = Run(), False
         try:
-            run = await self.runs.of(delivery)
-            if run.owned and await self._renewed(delivery):
-                return
-            await self.runs.take(run, delivery)
-            ours = True
+            if delivery.is_first:
+                self.runs.begin(delivery, run)
+            else:
+                run = await self.runs.of(delivery)
+                if run.owned and await self._renewed(delivery):
+                    return
+                await self.runs.take(run, delivery)
+            ours = run.owned = True
             if run.outcome is None:
                 run.outcome = self._after_crash(delivery, run)
                 if run.outcome is None:
@@ -493,6 +498,8 @@ class Handling:
 
     def _after_crash(self, delivery: Delivery, run: Run) -> Crashed | Parked | None:
         """Whether a message is not to be run because workers died with it in their hands."""
+        if delivery.is_first:
+            return None
         known = names.crashes(delivery.properties)
         if not delivery.redelivered:
             if known:

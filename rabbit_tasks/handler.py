@@ -46,8 +46,9 @@ class Handler:
         # In a task of its own: a handler, or a library that it uses, may cancel the task in which it
         # runs. In ours that would look as if the worker had to go. Nor do its context variables
         # outlive its message.
-        ended = Ended()
-        task = asyncio.create_task(self._run(body, message, ended))
+        loop = asyncio.get_running_loop()
+        ended = Ended(loop=loop)
+        task = loop.create_task(self._run(body, message, ended))
         task.add_done_callback(partial(_cancelled, ended))
         try:
             error = await ended

@@ -68,32 +68,25 @@ class Properties:
     be neither parked nor acked, and would take one worker after another down.
     """
 
-    __slots__ = ("_fields", "_raw", "_table")
+    __slots__ = ("_known", "_raw", "_table")
 
-    def __init__(self, fields: Mapping[str, bytes], raw: bytes | None = None) -> None:
-        self._fields = fields
+    def __init__(self, fields: Mapping[str, bytes] | None, raw: bytes | None = None) -> None:
+        self._known = fields
         self._raw = raw
         self._table: Table | None = None
 
     @classmethod
     def decode(cls, raw: bytes) -> Properties:
-        """Read a property list: the flag word and what follows it, as far as it goes."""
-        fields: dict[str, bytes] = {}
-        flags, at = int.from_bytes(raw[:2], "big"), 2
-        for name, kind, flag in _FLAGS:
-            if not flags & flag:
-                continue
-            if kind == "s":
-                end = at + 1 + int.from_bytes(raw[at : at + 1], "big")
-            elif kind == "F":
-                end = at + 4 + int.from_bytes(raw[at : at + 4], "big")
-            else:
-                end = at + (8 if kind == "T" else 1)
-            if end > len(raw):
-                break
-            fields[name] = raw[at:end]
-            at = end
-        return cls(fields, raw)
+        """Of a property list as it came: the flag word and what follows it, as far as it goes."""
+        return cls(None, raw)
+
+    @property
+    def _fields(self) -> Mapping[str, bytes]:
+        """Read when somebody asks: most messages are through before anybody does."""
+        if self._known is None:
+            assert self._raw is not None
+            self._known = _fields_of(self._raw)
+        return self._known
 
     @classmethod
     def of(cls, headers: Mapping[str, Any] | None = None, **values: Any) -> Properties:
@@ -146,7 +139,7 @@ class Properties:
         """One header's value, or None where it is absent (or null)."""
         wanted = _key(name, "header name")
         # Most messages have none of ours, and foreign ones are not to cost anything.
-        if wanted not in self.raw("headers"):
+        if wanted not in self.encode():
             return None
         for key, value in self.table:
             if key == wanted:
@@ -325,6 +318,25 @@ def _read(value: bytes, depth: int = 0) -> Any:
         items.append(_read(raw[at:end], depth + 1))
         at = end
     return items
+
+
+def _fields_of(raw: bytes) -> dict[str, bytes]:
+    fields: dict[str, bytes] = {}
+    flags, at = int.from_bytes(raw[:2], "big"), 2
+    for name, kind, flag in _FLAGS:
+        if not flags & flag:
+            continue
+        if kind == "s":
+            end = at + 1 + int.from_bytes(raw[at : at + 1], "big")
+        elif kind == "F":
+            end = at + 4 + int.from_bytes(raw[at : at + 4], "big")
+        else:
+            end = at + (8 if kind == "T" else 1)
+        if end > len(raw):
+            break
+        fields[name] = raw[at:end]
+        at = end
+    return fields
 
 
 # --- writing ------------------------------------------------------------------------------------
