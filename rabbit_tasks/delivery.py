@@ -657,6 +657,7 @@ class Handling:
                     delivery.properties,
                     message_id=new_id(),
                     frame_max=(await publisher.connect()).frame_max,
+                    again=delivery.redelivered,
                 )
                 await publisher.send("", queue, delivery.body, copy)
                 what = "put back, and not acked"

@@ -248,9 +248,18 @@ def copy(
     return None
 
 
-def returned(before: Properties, *, message_id: str, frame_max: int) -> Properties:
-    """The properties of a copy that goes back to its main queue with its attempts as they are."""
-    return _as_fits(before, {}, names.is_brokers, message_id, frame_max)
+def returned(
+    before: Properties, *, message_id: str, frame_max: int, again: bool = False
+) -> Properties:
+    """The properties of a copy that goes back to its main queue with its attempts as they are.
+
+    again   it has been in other hands before, which may not have let go of it: the copy says so, as the
+            broker would of a redelivery, for a run that still goes on to be joined
+    """
+    headers: dict[str, Any] = {}
+    if again and before.header(names.CRASHES) is None:
+        headers[names.CRASHES] = {"count": 0}
+    return _as_fits(before, headers, names.is_brokers, message_id, frame_max)
 
 
 def replayed(

@@ -143,6 +143,25 @@ async def test_a_redelivery_joins_the_run_that_goes_on(process: Process) -> None
     assert process.line.acked == [3]
 
 
+async def test_a_copy_that_another_worker_put_back_joins_the_run_that_goes_on(
+    process: Process,
+) -> None:
+    """Which lost its connection: the other had the redelivery in hand when it was asked to stop."""
+    await process.deliver(1)
+    process.lose()
+    other = Process()
+    await other.deliver(1, again=True)
+    await other.stop()
+    ((key, copy),) = other.line.copies
+    assert key == "asks"
+    await process.deliver(2, headers=copy.headers)
+    assert len(process.runs) == 1
+    await process.end(0)
+    await process.all_through()
+    assert len(process.runs) == 1
+    assert process.line.acked == [2]
+
+
 async def test_a_redelivery_that_comes_before_word_of_the_loss_joins_all_the_same(
     process: Process,
 ) -> None:
