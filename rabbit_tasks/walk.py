@@ -66,10 +66,8 @@ class Walk:
         """As a task is cancelled."""
         if self._ended is not None:
             self._wait_in_a_task()
-            # Not before its first step, which would never be taken.
-            asyncio.get_running_loop().call_soon(self._cancel)
-        else:
-            self._cancel()
+        # Not before its first step, which would never be taken.
+        asyncio.get_running_loop().call_soon(self._cancel)
 
     def _cancel(self) -> None:
         if self._task is not None:

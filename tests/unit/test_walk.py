@@ -111,6 +111,14 @@ async def test_cancelled_while_its_handler_runs_it_hears_of_it_as_a_task_does() 
         assert isinstance(error, asyncio.CancelledError)
 
 
+async def test_cancelled_in_the_moment_of_its_beginning_it_hears_of_it_too() -> None:
+    way = Way()
+    way.begin(way.handle(), in_a_task=True).cancel()
+    await turns()
+    assert way.steps == ["begun", "ours"]
+    assert len(way.over) == 1
+
+
 async def test_it_may_hold_on_to_a_first_cancellation_and_not_to_a_second() -> None:
     way = Way()
 
