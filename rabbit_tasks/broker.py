@@ -254,11 +254,6 @@ class Connection:
         self._frames.flush()
 
     @property
-    def is_quiet(self) -> bool:
-        """Whether nothing has been written for a moment."""
-        return self._frames.is_quiet
-
-    @property
     def is_writable(self) -> bool:
         """Whether what is written still goes out: the library knows of an end some turns later."""
         return self._frames.is_writable

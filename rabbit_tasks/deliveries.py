@@ -113,7 +113,7 @@ class Deliveries:
             return
         self._check()
         self._acked.add(tag)
-        if self._connection.is_quiet:
+        if len(self._open) == 1:  # nothing else is there that could go along
             self._ack_together()
         elif len(self._acked) == 1:
             asyncio.get_running_loop().call_soon(self._ack_together)

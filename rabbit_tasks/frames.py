@@ -122,7 +122,7 @@ class Frames(TransportFactory):
         """
         self._unwritten.append(frames)
         self._unwritten_bytes += len(frames)
-        if self.is_quiet or self._unwritten_bytes > _ENOUGH:
+        if self._is_quiet or self._unwritten_bytes > _ENOUGH:
             self.flush()
         elif len(self._unwritten) == 1 and self._writer is not None:
             self._call_soon(self.flush)
@@ -135,7 +135,7 @@ class Frames(TransportFactory):
             self._written_at = self._time()
 
     @property
-    def is_quiet(self) -> bool:
+    def _is_quiet(self) -> bool:
         """Whether nothing has been written for a moment, and so nothing will be that could go along."""
         return self._time() - self._written_at > _MOMENT
 

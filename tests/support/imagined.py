@@ -493,11 +493,6 @@ class Line:
     def is_writable(self) -> bool:
         return not self.is_lost
 
-    @property
-    def is_quiet(self) -> bool:
-        """Acks go out one by one in some processes, together in others."""
-        return self.process.number % 2 == 0
-
     def flush(self) -> None: ...
 
     async def unblocked(self) -> None: ...
