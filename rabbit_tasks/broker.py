@@ -243,7 +243,8 @@ class Connection:
         channel.closing.add_done_callback(end)
 
     def write(self, frames: bytes) -> None:
-        """Send whole frames, together with all that is written in this turn of the event loop.
+        """Send whole frames: at once after a pause, and in a rush together with what else is written in
+        the same turn of the event loop.
 
         The library's own frames go beside them. Without effect where the connection is gone.
         """

@@ -13,7 +13,7 @@ import aiormq.exceptions as amqp
 from aiormq.channel import Channel
 
 from rabbit_tasks.broker import Connection
-from rabbit_tasks.frames import ACK, BODY, CHANNEL_CLOSE, DELIVER, HEADER, METHOD, REJECT
+from rabbit_tasks.frames import ACK, BODY, CANCEL, CHANNEL_CLOSE, DELIVER, HEADER, METHOD, REJECT
 
 OnDelivery = Callable[[int, bool, bytes, bytes], None]
 """Called with a delivery's tag, whether it is a redelivery, its property list and its body."""
@@ -65,7 +65,8 @@ class Deliveries:
                 self.consumer = payload[5:at]
                 self._tag = int.from_bytes(payload[at : at + 8], "big")
                 self._redelivered = payload[at + 8] & 1 == 1
-            elif payload[:4] == CHANNEL_CLOSE:
+            elif payload[:4] in (CHANNEL_CLOSE, CANCEL):
+                # (An ack behind a cancel would make 4.3.0 to 4.3.6 deliver to nobody.)
                 self._is_over = True
             return self._is_delivery
         if not self._is_delivery:  # the message of a return, or of a get

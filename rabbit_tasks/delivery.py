@@ -22,7 +22,7 @@ import random
 import time
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -208,8 +208,17 @@ class Runs:
         self._orphans: dict[bytes, deque[Run]] = {}
         self._in_hand: dict[Delivery, asyncio.Future[None] | None] = {}
 
+    def orphan_all(self, deliveries: Iterable[Delivery]) -> None:
+        """These deliveries are lost; their runs wait for the redeliveries."""
+        for delivery in deliveries:
+            self._orphan(delivery)
+        self._forget()
+
     def orphan(self, delivery: Delivery) -> None:
         """The delivery in hand is lost; its run waits for the redelivery."""
+        self.orphan_all([delivery])
+
+    def _orphan(self, delivery: Delivery) -> None:
         delivery.lost = True
         self.let_go(delivery)
         run, delivery.run = delivery.run, None
@@ -228,12 +237,21 @@ class Runs:
             # Its copy, which may be on the broker, differs in our headers alone, and must be run.
             identity = _sameness(delivery)
         self._orphans.setdefault(identity, deque()).append(run)
-        for key, runs in list(self._orphans.items()):
+
+    def _forget(self) -> None:
+        """Those that have waited too long; they stand in the order in which they were lost."""
+        until = time.monotonic() - ORPHANS_KEPT
+        over = []
+        for key, runs in self._orphans.items():
+            if runs[0].lost_at >= until:
+                break
             # (One that goes on is kept: its redelivery would run beside it.)
-            while runs and not runs[0].owned and runs[0].lost_at < run.lost_at - ORPHANS_KEPT:
+            while runs and not runs[0].owned and runs[0].lost_at < until:
                 runs.popleft()
             if not runs:
-                del self._orphans[key]
+                over.append(key)
+        for key in over:
+            del self._orphans[key]
 
     async def of(self, delivery: Delivery) -> Run:
         """The run for this delivery: a new one, or that of its lost twin.

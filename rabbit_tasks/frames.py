@@ -22,6 +22,7 @@ MADE_FOR: Final = "7.2"
 METHOD, HEADER, BODY = 1, 2, 3
 BASIC: Final = b"\x00\x3c"
 """The class of the methods about messages: a method begins with its class and its number."""
+CANCEL: Final = BASIC + b"\x00\x1e"
 PUBLISH: Final = BASIC + b"\x00\x28"
 RETURN: Final = BASIC + b"\x00\x32"
 DELIVER: Final = BASIC + b"\x00\x3c"

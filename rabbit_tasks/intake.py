@@ -5,8 +5,8 @@
 
 As long as messages are quick, the slots of a consumer share a channel: that is half of what a message
 costs the broker. But where the broker gives a consumer up, over a handler that outlasts its patience,
-it takes back whatever the channel holds. So a message that takes its time is left behind, alone, on a
-channel that delivers nothing more, and the other slots go on with a new one.
+it takes back whatever the channel holds. So messages that take their time are left behind on a channel
+that delivers nothing more, and the other slots go on with a new one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any, Final
 
 from aiormq.channel import Channel
@@ -25,7 +24,7 @@ from aiormq.channel import Channel
 from rabbit_tasks import declare
 from rabbit_tasks.broker import CLOSE_TIMEOUT, LOST, RPC_TIMEOUT, Connection, words
 from rabbit_tasks.deliveries import Deliveries, unread
-from rabbit_tasks.delivery import Delivery, DeliveryLost, Handling, Stopping
+from rabbit_tasks.delivery import IN_DOUBT, Delivery, DeliveryLost, Handling, Stopping
 from rabbit_tasks.properties import Properties
 from rabbit_tasks.repeats import Repeats
 from rabbit_tasks.walk import Walk
@@ -34,9 +33,17 @@ log = logging.getLogger("rabbit_tasks")
 
 LULL: Final = 0.2
 """Seconds without a delivery, after which a queue is taken for an empty one when we cancel."""
+NO_LULL: Final = 5.0
+"""Seconds after which we cancel all the same."""
+SETTLED_AT_ONCE: Final = 32
+"""Acks of a channel that are on their way to a quorum queue at once. What a channel still holds of more
+than these when it is closed is lost, though it came before: 28 of 60 with 4.3.6."""
+OFTEN: Final = 0.01
+"""Seconds between two looks at what others are about to do."""
 LONG: Final = 1.0
 """Seconds, up to twice as many, after which a message is one that takes its time. The broker's patience
 is a minute at least, and half an hour by default (3.10 to 4.3)."""
+FAULT: Final = "%s: fault in rabbit_tasks, please report it"
 CALM: Final = 60.0
 """Seconds without such a message, after which slots that parted may share a channel again."""
 
@@ -65,7 +72,7 @@ class Intake:
         on_ready: Callable[[], None],
         on_free: Callable[[int], None],
     ) -> None:
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self.connection = connection
         self.handling = handling
         self.slots = slots
@@ -114,7 +121,7 @@ class Intake:
     @property
     def is_calm(self) -> bool:
         """Whether all its messages have been quick for a while."""
-        return asyncio.get_running_loop().time() - self._slow_at > CALM
+        return self._loop.time() - self._slow_at > CALM
 
     async def through(self) -> None:
         """Wait until nothing is in hand."""
@@ -135,6 +142,7 @@ class Intake:
         except BaseException:
             self._ended.cancel()
             raise
+        kind = self.handling.kind
         arriving = self._arriving = Deliveries(
             self.connection, channel, self._on_delivery, together=self._most > 1
         )
@@ -145,9 +153,10 @@ class Intake:
             )
         )
         channel.closing.add_done_callback(lambda future: self._end(_why_closed(future)))
-        queue, tag = self.handling.kind.queue, f"rabbit-tasks.{uuid.uuid4().hex}"
-        looking = asyncio.create_task(self._look())
-        stopping = asyncio.create_task(self._stop.wait())
+        queue, tag = kind.queue, f"rabbit-tasks.{uuid.uuid4().hex}"
+        watching: list[asyncio.Task[Any]] = [asyncio.create_task(self._stop.wait())]
+        if kind.concurrency > 1 and kind.prefetch == 1:
+            watching.append(asyncio.create_task(self._look()))
         try:
             await channel.basic_qos(prefetch_count=self._most, timeout=RPC_TIMEOUT)
             await channel.basic_consume(queue, unread, consumer_tag=tag, timeout=RPC_TIMEOUT)
@@ -156,21 +165,18 @@ class Intake:
                     "%s: consuming again, %s", queue, how_often, extra={"fields": {"queue": queue}}
                 )
             self._on_ready()
-            news: list[asyncio.Future[Any]] = [self._ended, self._parting, stopping]
+            news: list[asyncio.Future[Any]] = [self._ended, self._parting, watching[0]]
             await asyncio.wait(news, return_when=asyncio.FIRST_COMPLETED)
             if not self._ended.done():
                 arriving.keep()
                 await self._fill()
                 await self._leave(channel, tag)
-            return self._ended.result() if self._ended.done() else "its slots have parted, or stop"
+            return self._ended.result() if self._ended.done() else ""
         finally:
-            stopping.cancel()
-            looking.cancel()
+            for task in watching:
+                task.cancel()
             arriving.go_on()
-            self._lose()
-            if not channel.is_closed:
-                with suppress(Exception):
-                    await channel.close(timeout=self._left(CLOSE_TIMEOUT))
+            await self._close(channel)
 
     # --- messages -------------------------------------------------------------------------------
 
@@ -187,30 +193,39 @@ class Intake:
 
     def _take(self, delivery: Delivery) -> None:
         """A slot takes a delivery."""
-        walk = Walk(self.handling.process(delivery), self._settled, self._is_ending)
+        context = self._context.copy()
+        walk = Walk(self.handling.process(delivery), context, self._settled, self._is_ending)
         self._in_hand[walk] = delivery
         self._through.clear()
-        self._context.copy().run(walk.begin, in_a_task=not self.handling.is_plain(delivery))
+        # (Of an eager task the handler would run, and perhaps fail, before there is any.)
+        is_plain = self.handling.is_plain(delivery) and self._loop.get_task_factory() is None
+        walk.begin(in_a_task=not is_plain)
 
     def _settled(self, walk: Walk, error: BaseException | None) -> None:
         """What a slot had in hand is settled; or it is not ours any more."""
         delivery = self._in_hand.pop(walk)
-        if not self._in_hand:
-            self._through.set()
         if error is None:
             self._answered.append(delivery)
             if self._waiting:
                 self._take(self._waiting.popleft())
             elif self.has_parted:
-                self._give(1)
+                if self._in_hand:  # (the last slot waits until the channel is closed)
+                    self._give(1)
             else:
                 self._free += 1
         elif isinstance(error, DeliveryLost):
             self._tell_lost(delivery)
             self._end("an ack was not taken")
-        elif not isinstance(error, Stopping | asyncio.CancelledError) and not self._ended.done():
+        elif isinstance(error, Stopping | asyncio.CancelledError):
+            if not self._stop.is_set():
+                self._end("the channel was closed")
+        elif self._ended.done():
+            log.error(FAULT, self.handling.kind.queue, exc_info=error)
+        else:
             self._arriving.end()
             self._ended.set_exception(error)
+        if not self._in_hand:
+            self._through.set()
 
     def _tell_lost(self, delivery: Delivery) -> None:
         queue, message_id = self.handling.kind.queue, delivery.properties.text("message_id")
@@ -234,17 +249,15 @@ class Intake:
         return [walk for walk in self._in_hand if walk in self._seen]
 
     async def _look(self) -> None:
-        """Part from messages that take their time."""
-        kind = self.handling.kind
-        if (
-            kind.concurrency == 1 or kind.prefetch > 1
-        ):  # (which a consumer wants, whatever it costs)
-            return
+        """Part from messages that take their time.
+
+        (Not where a consumer wants more than one message for each slot, whatever that costs.)
+        """
         while not self._parting.done():
             self._seen = set(self._in_hand)
             await asyncio.sleep(LONG)
             if self._slow:
-                self._slow_at = asyncio.get_running_loop().time()
+                self._slow_at = self._loop.time()
                 if self.slots > 1:
                     self.part()
 
@@ -252,7 +265,7 @@ class Intake:
         slots = min(slots, self.slots - self._given)
         self._given += slots
         if slots:
-            self._on_free(slots)
+            self._context.run(self._on_free, slots)
 
     async def _fill(self) -> None:
         """Hold as much as the broker hands out, before it is told that we take no more.
@@ -261,14 +274,19 @@ class Intake:
         delivery that failed (seen with 4.3.6). Where all that may be held is here, nothing is on its
         way. Where slots part, those with quick messages come along.
         """
-        loop = asyncio.get_running_loop()
-        until, later = loop.time() + LULL, loop.time() + LONG
+        time, stop = self._loop.time, self._stop
+        began = news_at = time()
+        here = 0
         while not self._ended.done():
-            is_full = self._arriving.unanswered >= self._most or loop.time() >= until
-            is_alone = self._stop.is_set() or len(self._slow) == len(self._in_hand)
-            if is_full and (is_alone or loop.time() >= later):
+            now, before, here = time(), here, self._arriving.unanswered
+            news_at = news_at if here == before else now
+            is_still = here >= self._most or now - news_at >= LULL
+            is_alone = stop.is_set() or len(self._slow) == len(self._in_hand)
+            if is_still and (is_alone or now - began >= LONG):
                 return
-            await asyncio.sleep(LULL / 20)
+            if now - began >= (LONG if stop.is_set() else NO_LULL):
+                return
+            await asyncio.sleep(OFTEN)
 
     async def _leave(self, channel: Channel, tag: str) -> None:
         """Stop consuming, and keep the channel for what is in hand until it is settled, or not ours.
@@ -279,7 +297,8 @@ class Intake:
             await channel.basic_cancel(tag, timeout=self._left(CLOSE_TIMEOUT))
         except (TimeoutError, *LOST) as error:
             if not self._stop.is_set():  # (or else it is left in any case, and in time)
-                self._end(words(error) or "no answer to a cancel")
+                is_mute = isinstance(error, TimeoutError)
+                self._end("no answer to a cancel" if is_mute else words(error))
         self._arriving.go_on()
         if self._stop.is_set():
             waiting, self._waiting = self._waiting, deque()
@@ -287,10 +306,26 @@ class Intake:
         elif not self._ended.done():
             self.has_parted = True
             self._give(self._free)
+            # For as long as an ack may have been lost, and not as long as a handler takes.
+            self._loop.call_later(IN_DOUBT, self._answered.clear)
         through = asyncio.create_task(self.through())
         either: list[asyncio.Future[Any]] = [through, self._ended]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         through.cancel()
+
+    async def _close(self, channel: Channel) -> None:
+        """Close the channel; first of all let go of what is still in hand."""
+        try:
+            if self._in_hand or self._ended.done():
+                self._lose()
+            elif self._most >= SETTLED_AT_ONCE:
+                await asyncio.sleep(self._left(LULL))
+            if not channel.is_closed:
+                await channel.close(timeout=self._left(CLOSE_TIMEOUT))
+        except Exception as error:
+            log.debug("a channel did not close: %s", words(error))
+        finally:
+            self._lose()
 
     def _lose(self) -> None:
         """The channel is of no more use: what it brought belongs to the broker again."""
@@ -298,8 +333,8 @@ class Intake:
         for waiting in self._waiting:
             waiting.lost = True
         self._waiting.clear()
-        for delivery in (*self._answered, *self._in_hand.values()):
-            self.handling.runs.orphan(delivery)
+        self.handling.runs.orphan_all([*self._answered, *self._in_hand.values()])
+        self._answered.clear()
         if self.has_parted:
             self._give(self.slots)
 

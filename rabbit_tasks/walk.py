@@ -9,6 +9,7 @@ handler, or to tell the broker but an ack, becomes a task.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import types
 from collections.abc import Callable, Coroutine, Generator
 from functools import partial
@@ -37,19 +38,22 @@ class Walk:
     """One delivery on its way.
 
     coroutine   `process`, not yet begun
+    context     what all of it runs in
     on_end      called with the walk and what it raised, when it is over
     is_ending   whether the event loop is about to end, and has cancelled all tasks of it
     """
 
-    __slots__ = ("_coroutine", "_ended", "_is_ending", "_on_end", "_task")
+    __slots__ = ("_context", "_coroutine", "_ended", "_is_ending", "_on_end", "_task")
 
     def __init__(
         self,
         coroutine: Coroutine[Any, Any, None],
+        context: contextvars.Context,
         on_end: Callable[[Walk, BaseException | None], None],
         is_ending: Callable[[], bool],
     ) -> None:
         self._coroutine = coroutine
+        self._context = context
         self._on_end = on_end
         self._is_ending = is_ending
         self._ended: Ended | None = None
@@ -60,7 +64,7 @@ class Walk:
         if in_a_task:
             self._become(self._coroutine)
         else:
-            self._step()
+            self._context.run(self._step)
 
     def cancel(self) -> None:
         """As a task is cancelled."""
@@ -93,7 +97,7 @@ class Walk:
         assert ended is not None
         error = ended.result()
         if error is None:
-            self._step()
+            self._context.run(self._step)
         # (isinstance asks the error itself, whose class may raise anything.)
         elif issubclass(type(error), asyncio.CancelledError) and self._is_ending():
             # It did not cancel itself: every task was, and of ours there was none.
@@ -108,7 +112,7 @@ class Walk:
         self._become(_rest(self._coroutine, ended))
 
     def _become(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        self._task = asyncio.get_running_loop().create_task(coroutine)
+        self._task = asyncio.get_running_loop().create_task(coroutine, context=self._context)
         self._task.add_done_callback(self._task_ended)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
@@ -116,7 +120,10 @@ class Walk:
 
 
 async def _rest(coroutine: Coroutine[Any, Any, None], found: Any) -> None:
-    """The rest of a coroutine that has been begun outside of a task and waits for something."""
+    """The rest of a coroutine that has been begun outside of a task and waits for something.
+
+    (From Python 3.12 on a task takes no generator.)
+    """
     await _waiting(coroutine, found)
 
 

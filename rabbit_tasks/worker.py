@@ -52,7 +52,7 @@ from rabbit_tasks.errors import (
     TopologyError,
 )
 from rabbit_tasks.history import failure_of
-from rabbit_tasks.intake import CALM, LULL, Intake
+from rabbit_tasks.intake import CALM, FAULT, OFTEN, Intake
 from rabbit_tasks.publisher import Publisher
 from rabbit_tasks.repeats import Repeats
 from rabbit_tasks.settings import Settings
@@ -395,7 +395,7 @@ class Worker:
             except Exception:
                 # Ours to mend. The broker counts the delivery, and parks a message that does this
                 # every time; the other slots go on.
-                log.exception("%s: fault in rabbit_tasks, please report it", handling.kind.queue)
+                log.exception(FAULT, handling.kind.queue)
                 why = "fault in rabbit_tasks"
             if connection.is_lost or self._stop.is_set() or intake.has_parted:
                 return
@@ -448,7 +448,7 @@ class Worker:
 
     async def _together(self, connection: Connection, handling: Handling) -> None:
         while any(one.is_parting for one in self._of(connection, handling)):
-            await asyncio.sleep(LULL / 20)
+            await asyncio.sleep(OFTEN)
         await self._slots(connection, handling, self._spare.pop((connection, handling)))
 
     async def _rejoin(self, connection: Connection) -> None:

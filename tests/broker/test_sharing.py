@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from datetime import timedelta
@@ -10,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 
-from rabbit_tasks import App, Consumer, Message, Publisher
+from rabbit_tasks import App, Consumer, Message, Publisher, RetryPolicy
 from rabbit_tasks import consumer as consumers_module
 from rabbit_tasks import intake as intake_module
 from rabbit_tasks import worker as worker_module
@@ -192,3 +194,98 @@ async def test_a_handler_that_outlasts_the_brokers_patience_costs_no_other_messa
     assert mixed.runs == {"slow": 1, "slow 1": 1, "slow 2": 1}
     assert not mixed.again
     assert await depth(connection, "mixed") == 0
+
+
+async def test_parting_where_messages_keep_coming_costs_no_message_a_delivery(
+    monkeypatch: pytest.MonkeyPatch, run: Run, publisher: Publisher
+) -> None:
+    """The queue is neither full nor ever quiet: something is always on its way. And of many acks at once
+    the broker loses some, where their channel is closed behind them (4.3.6)."""
+    monkeypatch.setattr(intake_module, "LONG", 0.1)
+    for module in (intake_module, worker_module):
+        monkeypatch.setattr(module, "CALM", 0.4)
+    monkeypatch.setattr(Mixed, "concurrency", 60)
+    mixed = Mixed()
+    running = await run(App("mixed", [mixed]))
+    counter = itertools.count()
+    for number in range(4):
+        await publisher.publish(Mixed, f"slow {number}")
+        while channels(running) == [60] or f"slow {number}" not in mixed.gates:
+            await publisher.publish(Mixed, f"{number}: {next(counter)}")
+            await asyncio.sleep(0.004)
+        mixed.gates[f"slow {number}"].set()
+        while channels(running) != [60]:
+            await publisher.publish(Mixed, f"{number}: {next(counter)}")
+            await asyncio.sleep(0.004)
+    assert not mixed.again
+    assert set(mixed.runs.values()) == {1}
+
+
+async def test_what_a_slow_handler_has_in_its_context_reaches_no_later_message(
+    run: Run, publisher: Publisher
+) -> None:
+    tenant: contextvars.ContextVar[str] = contextvars.ContextVar("tenant")
+    begun: list[str] = []
+
+    class Tenants(Mixed):
+        async def handle(self, body: str, message: Message) -> None:
+            begun.append(tenant.get("nobody's"))
+            tenant.set(body)
+            await super().handle(body, message)
+
+    tenants = Tenants()
+    seen: list[str] = []
+    app = App("mixed", [tenants], observers=[lambda _: seen.append(tenant.get("nobody's"))])
+    running = await run(app)
+    await publisher.publish(Tenants, "slow")
+    await eventually(lambda: channels(running) == [SLOTS - 1])
+    tenants.gates["slow"].set()
+    await eventually(lambda: channels(running) == [1, SLOTS - 1])
+    await publisher.publish_many(Tenants, [str(number) for number in range(20)])
+    await eventually(lambda: len(tenants.done) == len(seen) == 21)
+    assert set(begun) == {"nobody's"}
+    assert set(seen) == {"nobody's"}
+
+
+async def test_a_worker_works_whatever_factory_of_tasks_its_loop_has(
+    run: Run, publisher: Publisher, connection: Connection
+) -> None:
+    class Fails(Consumer[str]):
+        queue = "mixed"
+        concurrency = SLOTS
+        retry = RetryPolicy(delays=(timedelta(milliseconds=100),))
+
+        def __init__(self) -> None:
+            self.done: list[str] = []
+
+        async def handle(self, body: str, message: Message) -> None:
+            if message.attempt == 1:
+                raise ValueError("at once")
+            self.done.append(body)
+
+    loop = asyncio.get_running_loop()
+    eager = getattr(asyncio, "eager_task_factory", None)  # from 3.12 on
+    loop.set_task_factory(eager or (lambda loop, work, **how: asyncio.Task(work, loop=loop, **how)))
+    try:
+        fails = Fails()
+        await run(App("mixed", [fails]))
+        wanted = [str(number) for number in range(200)]
+        await publisher.publish_many(Fails, wanted)
+        await eventually(lambda: len(fails.done) == len(wanted))
+        assert sorted(fails.done) == sorted(wanted)
+        assert await depth(connection, "mixed.parked") == 0
+    finally:
+        loop.set_task_factory(None)
+
+
+async def test_slots_that_part_keep_no_bodies_of_messages_that_are_through(
+    monkeypatch: pytest.MonkeyPatch, run: Run, mixed: Mixed, publisher: Publisher
+) -> None:
+    monkeypatch.setattr(intake_module, "IN_DOUBT", 0.2)
+    running = await run(App("mixed", [mixed]))
+    await publisher.publish_many(Mixed, [*map(str, range(20)), "slow"])
+    await eventually(lambda: channels(running) == [SLOTS - 1])
+    (left,) = (one for one in running.worker._intakes if one.has_parted)  # noqa: SLF001
+    await eventually(lambda: not left._answered)  # noqa: SLF001
+    mixed.gates["slow"].set()
+    await eventually(lambda: channels(running) == [1, SLOTS - 1])

@@ -661,14 +661,15 @@ class Process:
         for line in self.lines:
             if not line.is_lost:
                 line.lose()
+        if self.loop.is_closed():
+            return
         with self.loop.running():  # of what has no task of its own, too
             for intake in self.worker._intakes:  # noqa: SLF001
                 for walk in tuple(intake.in_hand):
                     walk.cancel()
-        if not self.loop.is_closed():
-            self.loop.step()
+        self.loop.step()
         for _ in range(100):
-            tasks = asyncio.all_tasks(self.loop) if not self.loop.is_closed() else set()
+            tasks = asyncio.all_tasks(self.loop)
             if not tasks:
                 break
             for task in tasks:

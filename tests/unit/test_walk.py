@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections.abc import Coroutine
 from typing import Any
 
@@ -20,7 +21,12 @@ class Way:
         self.is_ending = False
 
     def begin(self, work: Coroutine[Any, Any, None], *, in_a_task: bool = False) -> Walk:
-        walk = Walk(work, lambda _, error: self.over.append(error), lambda: self.is_ending)
+        walk = Walk(
+            work,
+            contextvars.copy_context(),
+            lambda _, error: self.over.append(error),
+            lambda: self.is_ending,
+        )
         walk.begin(in_a_task=in_a_task)
         return walk
 
