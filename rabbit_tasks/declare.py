@@ -22,6 +22,7 @@ from aiormq.channel import Channel
 
 from rabbit_tasks.broker import LOST, RPC_TIMEOUT, Connection, words
 from rabbit_tasks.errors import ConnectError, Forbidden, TopologyError
+from rabbit_tasks.lookup import Lookup
 from rabbit_tasks.text import quoted, to_type
 from rabbit_tasks.topology import Arguments, Binding, Exchange, Queue, Topology
 
@@ -112,12 +113,11 @@ async def declare(connection: Connection, topology: Topology) -> list[str]:
 
 async def missing(connection: Connection, topology: Topology) -> list[str]:
     """The queues and exchanges that are not there; needs no configure permission."""
-    looks: list[tuple[str, Call]] = [
-        *((e.name, partial(_look_for_exchange, name=e.name)) for e in topology.exchanges),
-        *((q.name, partial(_look_for_queue, name=q.name)) for q in topology.queues),
-    ]
+    lookup = Lookup(connection, topology.parts)
     async with Questions.of(connection) as questions:
-        return [name for name, look in looks if not await _exists(questions, name, look)]
+        while not lookup.is_over:
+            await questions.ask(lookup, lookup.go_on)
+    return lookup.absent
 
 
 async def may_make(by: Connection | Questions, part: Exchange | Queue | Binding) -> None:
@@ -300,8 +300,10 @@ class Questions:
             with suppress(Exception):
                 await self._channel.close(timeout=RPC_TIMEOUT)
 
-    async def ask(self, name: str, call: Call) -> None:
-        """Forbidden where our user may not, in the broker's own words and with the next step;
+    async def ask(self, about: str | Lookup, call: Call) -> None:
+        """`about` is a name, which may change with every answer.
+
+        Forbidden where our user may not, in the broker's own words and with the next step;
         ConnectError where it does not answer. Any other "no" is the client library's exception."""
         connection = self.connection
         try:
@@ -310,19 +312,20 @@ class Questions:
             await call(self._channel)
         except amqp.ChannelAccessRefused as error:
             raise Forbidden(
-                f"{quoted(name)}: {words(error)} (RABBIT_TASKS_USER); allow it: {connection.permit}",
+                f"{quoted(str(about))}: {words(error)} (RABBIT_TASKS_USER); "
+                f"allow it: {connection.permit}",
                 words(error),
             ) from None
         except TimeoutError:
             raise ConnectError(
-                f"{quoted(name)}: the broker did not answer within {RPC_TIMEOUT:g} s; it may lack a "
-                "majority of its nodes: rabbitmq-diagnostics cluster_status"
+                f"{quoted(str(about))}: the broker did not answer within {RPC_TIMEOUT:g} s; it may lack "
+                "a majority of its nodes: rabbitmq-diagnostics cluster_status"
             ) from None
         except LOST as error:
             if connection.is_lost:
                 close = connection.close_reason
                 raise ConnectError(
-                    f"{quoted(name)}: connection lost"
+                    f"{quoted(str(about))}: connection lost"
                     + (f": {close[0]} {close[1]}" if close else "")
                 ) from None
             raise error

@@ -6,12 +6,14 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import quote
 
 import pytest
+from aiormq.channel import Channel
 
-from rabbit_tasks import App, Consumer, Message, Publisher, RetryPolicy, Settings
+from rabbit_tasks import App, Consumer, Message, Publisher, RetryPolicy, Settings, lookup
 from rabbit_tasks.broker import Connection, connect, connected
 from rabbit_tasks.declare import check, declare, missing
 from rabbit_tasks.errors import ConnectError, TopologyError
@@ -58,6 +60,40 @@ async def test_declare_creates_all_of_it_and_a_second_time_nothing(
     assert there(broker, vhost) == NAMES
     assert await declare(connection, TOPOLOGY) == []
     assert await check(connection, TOPOLOGY) == []
+    assert await missing(connection, TOPOLOGY) == []
+
+
+@pytest.mark.parametrize("most", [1, 3, 256])
+async def test_what_is_missing_among_many_is_told_however_many_are_asked_for_at_a_time(
+    most: int, connection: Connection, broker: Broker, vhost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookup, "MOST", most)
+    await declare(connection, TOPOLOGY)
+    names = [part.name for part in TOPOLOGY.parts]
+    gone = [names[1], names[2], names[4], names[-1]]
+    for name in gone:
+        broker.delete(vhost, "queues", name)
+    assert await missing(connection, TOPOLOGY) == gone
+
+
+async def test_answers_that_come_too_late_are_nobody_elses(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await declare(connection, TOPOLOGY)
+    monkeypatch.setattr(lookup, "RPC_TIMEOUT", 0.2)
+    opened = connection.open
+
+    async def open_and_hold() -> Channel:
+        channel = await opened()
+        connection.hold(held=True)
+        asyncio.get_running_loop().call_later(0.5, partial(connection.hold, held=False))
+        return channel
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connection, "open", lambda **_: open_and_hold())
+        with pytest.raises(ConnectError, match="parking-lot: the broker did not answer"):
+            await missing(connection, TOPOLOGY)
+    monkeypatch.undo()
     assert await missing(connection, TOPOLOGY) == []
 
 

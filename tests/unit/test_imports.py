@@ -24,7 +24,7 @@ FLOORS = [
     {"delivery", "parking", "pour", "watchdog", "deadline"},
     {"declare", "deliveries"},
     {"publisher"},
-    {"confirms"},
+    {"confirms", "lookup"},
     {"handler", "isolation", "broker", "repeats", "management"},
     {"walk"},
     {"frames", "process"},
