@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
@@ -52,6 +54,22 @@ async def test_with_declare_it_creates_them_and_works(
     await eventually(lambda: runs.all("end", message_id))
     assert runs.attempts(message_id) == [1, 2, 3]
     assert worker.log.count("created obey.async") == 8
+
+
+def resident(pid: int) -> float:
+    """MiB of memory that a process holds."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="there is no /proc")
+@pytest.mark.parametrize("queues", [["obey.async"], []], ids=["one consumer", "all of them"])
+async def test_an_idle_worker_takes_less_than_60_mib(
+    queues: list[str], start_worker: Start, declared: Declared
+) -> None:
+    await declared(obedient)
+    worker = start_worker(*queues).ready()
+    assert 10 < resident(worker.pid) < 60
 
 
 async def test_who_may_not_declare_may_work(
