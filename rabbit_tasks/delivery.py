@@ -406,9 +406,7 @@ class Handling:
         """Whether `process` waits for nothing before its handler, and is through with it where it does
         not fail."""
         return delivery.is_first and not (
-            self._children is not None
-            or not self._handler.is_async
-            or self.stopping.is_set()
+            self._children is not None or not self._handler.is_async or self.stopping.is_set()
         )
 
     # --- the walk -------------------------------------------------------------------------------

@@ -65,9 +65,7 @@ class Handler:
         if error is not None:
             raise error
 
-    async def _run(
-        self, body: bytes, message: Message, ended: Ended
-    ) -> BaseException | None:
+    async def _run(self, body: bytes, message: Message, ended: Ended) -> BaseException | None:
         """How it ended, as a value: SystemExit out of a task would end the event loop."""
         error: BaseException | None = None
         try:

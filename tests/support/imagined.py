@@ -401,7 +401,9 @@ class Pipe(_CHANNEL):  # type: ignore[misc]
     def give_up(self) -> None:
         """The broker's patience with its consumer is over: by version, the channel goes or it alone."""
         broker, is_new = self.line.broker, self.line.process.world.version == "4.3"
-        is_cancelled = self not in broker.consumers  # by the client, and this is what it left in hand
+        is_cancelled = (
+            self not in broker.consumers
+        )  # by the client, and this is what it left in hand
         broker.forget(self, counted=not is_new)
         if is_new and not is_cancelled:
             self.line.into.append(self.cancelled)
