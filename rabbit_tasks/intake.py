@@ -57,6 +57,7 @@ class Intake:
     on_ready    called when it consumes
     on_free     called with the number of slots that need another channel, when it delivers no more and
                 again whenever a message is settled that was left behind
+    on_gone     called with it when its channel is of no more use and nothing is in hand
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Intake:
         is_ending: Callable[[], bool],
         on_ready: Callable[[], None],
         on_free: Callable[[int], None],
+        on_gone: Callable[[Intake], None],
     ) -> None:
         self._loop = loop = asyncio.get_running_loop()
         self.connection = connection
@@ -83,6 +85,7 @@ class Intake:
         self._is_ending = is_ending
         self._on_ready = on_ready
         self._on_free = on_free
+        self._on_gone = on_gone
         self._free = slots
         self._waiting: deque[Delivery] = deque()
         self._in_hand: dict[Walk, Delivery] = {}
@@ -96,6 +99,7 @@ class Intake:
         self.has_parted = False
         """Its slots go on with other channels."""
         self._given = 0
+        self._is_lost = False
         self._seen: set[Walk] = set()
         self._slow_at = loop.time()
         self._through = asyncio.Event()
@@ -141,6 +145,7 @@ class Intake:
             channel = await self.connection.open()
         except BaseException:
             self._ended.cancel()
+            self._on_gone(self)
             raise
         kind = self.handling.kind
         arriving = self._arriving = Deliveries(
@@ -226,6 +231,8 @@ class Intake:
             self._ended.set_exception(error)
         if not self._in_hand:
             self._through.set()
+            if self._is_lost:
+                self._on_gone(self)
 
     def _tell_lost(self, delivery: Delivery) -> None:
         queue, message_id = self.handling.kind.queue, delivery.properties.text("message_id")
@@ -337,6 +344,9 @@ class Intake:
         self._answered.clear()
         if self.has_parted:
             self._give(self.slots)
+        self._is_lost = True
+        if not self._in_hand:
+            self._on_gone(self)
 
 
 def _why_closed(closing: asyncio.Future[Any]) -> str:

@@ -427,8 +427,8 @@ class Worker:
             is_ending=lambda: self._main is not None and self._main.cancelling() > 0,
             on_ready=self._ready,
             on_free=partial(self._freed, connection, handling),
+            on_gone=self._intakes.discard,
         )
-        self._intakes = {one for one in self._intakes if one.in_hand or not one.is_over}
         self._intakes.add(intake)
         return intake
 

@@ -81,7 +81,7 @@ class Tour:
         waiting, consumers, _ = await self._depths()
         if consumers:
             raise DemoError(
-                f"{consumers} other consumers take from {QUEUE}, and would take the demo's messages; "
+                f"other workers take from {QUEUE}, and would take the demo's messages; "
                 "stop them, or give the demo a virtual host of its own (RABBIT_TASKS_VHOST)"
             )
         if waiting:

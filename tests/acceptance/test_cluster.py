@@ -166,7 +166,12 @@ class Fleet:
         def listed() -> Counter[str]:
             vhost = quote(self.cluster.vhost, safe="")
             rows = self.cluster.nodes[0].api("GET", f"/consumers/{vhost}")
-            return Counter(row["queue"]["name"] for row in rows if row["channel_details"])
+            slots = Counter[str]()
+            for row in rows:
+                slots[row["queue"]["name"]] += (
+                    row["prefetch_count"] if row["channel_details"] else 0
+                )
+            return +slots
 
         async def are_there() -> bool:
             return await asyncio.to_thread(listed) == wanted

@@ -144,6 +144,7 @@ async def test_workers_killed_under_load_lose_nothing(
     await eventually(lambda: len({row["id"] for row in runs.all("end")}) == len(ids), within=40)
     assert {row["id"] for row in runs.all("end")} == set(ids)
     for worker in pair:
+        await asyncio.to_thread(worker.ready)
         assert await asyncio.to_thread(worker.terminate) == 0
         assert "Traceback" not in worker.log
         assert "never retrieved" not in worker.log

@@ -215,7 +215,7 @@ async def test_the_demo_does_not_share_its_queue_with_somebody_elses_worker(
     start_worker("--declare", app="rabbit_tasks.demo:app").ready()
     demo = start_demo()
     assert demo.process.wait(60) == 1
-    assert "4 other consumers take from images.resize" in demo.output
+    assert "other workers take from images.resize" in demo.output
     assert "RABBIT_TASKS_VHOST" in demo.output
 
 

@@ -363,7 +363,10 @@ def test_a_connection_lost_in_a_way_that_looks_like_a_cancel_is_an_error_and_exi
     monkeypatch.setattr(look, "terms_of", terms_of)
     found = cli("parked", *arguments)
     assert found.code == 1
-    assert found.err == "error: the connection to the broker is lost\n"
+    assert found.err == (
+        "error: letters.parked: connection lost (the broker did not answer); what was not moved is "
+        "still parked\n"
+    )
 
 
 def test_a_replay_that_was_killed_is_ended_by_the_next_which_says_what_it_found(
