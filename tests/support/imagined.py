@@ -898,7 +898,8 @@ class World:
             self.idle()
             if not self.waiting():
                 return
-            self.wait(min(30.0, max(0.0, self._next_due() - self.now)))
+            # (Who looks every second has something to do every second.)
+            self.wait(min(30.0, max(5.0, self._next_due() - self.now)))
         self.fault(f"it never ends: {self.waiting()} in {self.where()}")
 
     def waiting(self) -> int:
