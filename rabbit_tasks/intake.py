@@ -31,6 +31,8 @@ from rabbit_tasks.walk import Walk
 
 log = logging.getLogger("rabbit_tasks")
 
+FAULT: Final = "%s: fault in rabbit_tasks, please report it"
+
 LULL: Final = 0.2
 """Seconds without a delivery, after which a queue is taken for an empty one when we cancel."""
 NO_LULL: Final = 5.0
@@ -43,7 +45,6 @@ OFTEN: Final = 0.01
 LONG: Final = 1.0
 """Seconds, up to twice as many, after which a message is one that takes its time. The broker's patience
 is a minute at least, and half an hour by default (3.10 to 4.3)."""
-FAULT: Final = "%s: fault in rabbit_tasks, please report it"
 CALM: Final = 60.0
 """Seconds without such a message, after which slots that parted may share a channel again."""
 
